@@ -1,0 +1,112 @@
+"""One dial for everything: the fields of a run, the profiles, and the random streams.
+
+A run is a pure function of its `RunConfig`. A profile (`smoke`, `pocket`, `study`, `qwen`) sets the
+rest; overrides name a field, and an unknown name is an error. `field_table()` lists each field with
+its symbol and source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "data"
+RESULTS = ROOT / "results"
+
+
+def child_rng(seed: int, *names: str | int) -> np.random.Generator:
+    """A random stream of its own for each purpose, so that one more draw shifts nothing else.
+
+    Args:
+        seed: the run's seed.
+        names: purpose and keys, such as `"buffer.noise", rl_step, question_id, place`.
+
+    Example:
+        >>> child_rng(0, "a").random() == child_rng(0, "a").random() != child_rng(0, "b").random()
+        True
+    """
+    digest = hashlib.blake2b(json.dumps([seed, *names]).encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little")))
+
+
+def _f(default: Any, doc: str, symbol: str = "", source: str = "") -> Any:
+    return field(default=default, metadata={"doc": doc, "symbol": symbol, "source": source})
+
+
+_P = "arXiv 2603.03078"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that a training run depends on."""
+
+    method: str = _f("rapo", "name in methods.METHODS: which arguments rollout and objective get")
+    seed: int = _f(0, "seed of every random stream of the run")
+    regime: str = _f("exploration", "pocket questions: exploration, halfway or easy", source="feasibility")
+    student: str = _f("data/pocket/models/student", "policy to train: folder or hub name")
+    buffer: str = _f("teacher", "trajectories in the step-trace buffer: teacher, weak, or a JSONL path")
+    rl_steps: int = _f(30, "RL steps: one rollout batch and `updates_per_step` optimiser steps each")
+    questions_per_step: int = _f(6, "questions in one rollout batch", source=f"{_P}, settings (32)")
+    group_size: int = _f(16, "rollouts a question", "G", f"{_P}, settings")
+    n_hybrid: int = _f(8, "rollouts of a group that may retrieve", "N_hybrid", f"{_P}, settings")
+    retrieval_prob: float = _f(0.5, "probability of a retrieval before each later step", "p", f"{_P}, Eq. 4")
+    shaping_weight: float = _f(0.05, "weight of the retrieved fraction in the importance ratio", "m", f"{_P}, Eq. 8")
+    advantage_weight: float = _f(0.2, "weight of the retrieval advantage", "a", f"{_P}, Eq. 10")
+    noise_prob: float = _f(0.0, "probability that a retrieved trace is replaced by a random one", "p_noise", f"{_P}, Fig. 6")
+    leak_guard: bool = _f(True, "insert nothing when a trace already holds the gold answer", source="ours")
+    exclude_same_question: bool = _f(False, "never retrieve from trajectories of the same question", source="ours")
+    extra_steps: int = _f(0, "steps beyond the question's budget", source="ours")
+    learning_rate: float = _f(2e-3, "constant learning rate of AdamW on the adapter")
+    lora_r: int = _f(16, "LoRA rank; alpha is twice the rank, all linear layers, no dropout")
+    clip: float = _f(0.28, "clip range of the importance ratio, both sides", "epsilon", f"{_P}, settings")
+    kl_coef: float = _f(0.0, "weight of the KL term", "beta", f"{_P}, settings")
+    updates_per_step: int = _f(2, "optimiser steps per rollout batch", source=f"{_P}, mini-batch of half")
+    temperature: float = _f(1.0, "sampling temperature in training and evaluation")
+    max_completion: int = _f(224, "completion tokens at most, inserted ones included")
+    max_calls: int = _f(8, "tool calls a rollout at most")
+    sft_epochs: float = _f(3.0, "passes over the teacher's trajectories (method sft only)")
+    eval_every: int = _f(5, "RL steps between evaluations on the validation questions")
+    n_eval: int = _f(96, "validation questions at each of them")
+    n_final: int = _f(200, "test questions after training")
+    threads: int = _f(1, "torch threads of the run")
+
+    def hash(self) -> str:
+        """8 hex digits of the configuration; run folders end in them."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+    def replace(self, **overrides: Any) -> RunConfig:
+        """A copy with other values.
+
+        Raises:
+            ValueError: a name that is no field, or a value of another type.
+        """
+        return dataclasses.replace(self, **_checked(type(self), overrides))
+
+
+def _checked(cls: type, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Overrides with the fields' own types; JSON and papermill give an int where a float stands."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    out = {}
+    for name, value in overrides.items():
+        if name not in fields:
+            raise ValueError(f"unknown setting {name!r}; allowed: {', '.join(fields)}")
+        want = type(fields[name].default)
+        if want is float and type(value) is int:
+            value = float(value)
+        if type(value) is not want:
+            raise ValueError(f"{name} is {value!r} ({type(value).__name__}); a {want.__name__} is expected")
+        out[name] = value
+    return out
+
+
+def field_table(cls: type = RunConfig) -> list[dict[str, Any]]:
+    """One row a field: name, default, symbol, meaning, source."""
+    return [{"field": f.name, "default": f.default, **f.metadata} for f in dataclasses.fields(cls)]
