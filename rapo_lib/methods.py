@@ -1,0 +1,105 @@
+"""Every method, ablation and baseline as arguments to the same rollout and the same objective.
+
+Notebooks 05 and 06 explain this module. Nothing here computes: a `Method` says what the rollout and
+the objective get. The numbers (m, a, N_hybrid, p) stand in `RunConfig`; a method only switches them off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rapo_lib.config import RunConfig
+from rapo_lib.objective import (
+    Advantage,
+    RetrievalReward,
+    high_rising_reward,
+    low_falling_reward,
+    low_rising_reward,
+    rapo_advantage,
+    retrieval_quality,
+    retrieval_reward,
+    sign_aware_advantage,
+    timing_reward,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """Arguments that a method gives to rollout and objective.
+
+    Args:
+        name: key in METHODS.
+        summary: one line for tables and legends.
+        source: where it comes from.
+        trained_by: `rl` (rollouts and RAPOTrainer) or `sft` (cross-entropy on the teacher's trajectories).
+        retrieves: whether the group's last N_hybrid rollouts may retrieve.
+        unit: what one retrieval inserts: a step, or a trajectory from its start (w/ TO).
+        shaped: whether the importance ratio is shaped; else m = 0.
+        weighted: whether the retrieval advantage counts; else a = 0.
+        retrieval_reward: (H_before, H_after) -> Z_ret of one retrieval.
+        advantage: (A_acc, A_ret, a) -> advantage.
+        released_loss: the released code's loss: clip .2 below and .28 above, dual clip 3, token mean.
+    """
+
+    name: str
+    summary: str
+    source: str = "arXiv 2603.03078"
+    trained_by: Literal["rl", "sft"] = "rl"
+    retrieves: bool = True
+    unit: Literal["step", "trajectory"] = "step"
+    shaped: bool = True
+    weighted: bool = True
+    retrieval_reward: RetrievalReward = retrieval_reward
+    advantage: Advantage = rapo_advantage
+    released_loss: bool = False
+
+    def n_hybrid(self, config: RunConfig) -> int:
+        """N_hybrid: rollouts of a group that may retrieve."""
+        return config.n_hybrid if self.retrieves else 0
+
+    def shaping_weight(self, config: RunConfig) -> float:
+        """m of Eq. 8."""
+        return config.shaping_weight if self.shaped else 0.0
+
+    def advantage_weight(self, config: RunConfig) -> float:
+        """a of Eq. 10."""
+        return config.advantage_weight if self.weighted else 0.0
+
+
+_FIG7, _TABLE3 = "arXiv 2603.03078, Fig. 7", "arXiv 2603.03078, Table 3"
+
+METHODS: dict[str, Method] = {
+    m.name: m
+    for m in (
+        Method(name="grpo", summary="GRPO: on-policy rollouts only", source="arXiv 2402.03300", retrieves=False, shaped=False, weighted=False),
+        Method(name="rapo", summary="RAPO: step retrieval, retrieval reward, shaped ratio"),
+        Method(name="rapo_no_rpo", summary="w/o RPO: retrieval only, a = m = 0", source=_FIG7, shaped=False, weighted=False),
+        Method(name="rapo_no_reward", summary="w/o RR: no retrieval reward, a = 0", source=_FIG7, weighted=False),
+        Method(name="rapo_no_shaping", summary="w/o RIS: no importance shaping, m = 0", source=_FIG7, shaped=False),
+        Method(name="rapo_no_quality", summary="w/o RQ: Z_ret = H_before", source=_FIG7, retrieval_reward=timing_reward),
+        Method(name="rapo_no_timing", summary="w/o RT: Z_ret = g", source=_FIG7, retrieval_reward=retrieval_quality),
+        Method(name="rapo_to", summary="w/ TO: retrieves whole trajectories", source=_FIG7, unit="trajectory"),
+        Method(name="rapo_sign_aware", summary="A = A_acc + a A_ret |A_acc|", source="ours", advantage=sign_aware_advantage),
+        Method(name="low_h_falling", summary="low H before, falling after", source=_TABLE3, retrieval_reward=low_falling_reward),
+        Method(name="low_h_rising", summary="low H before, rising after", source=_TABLE3, retrieval_reward=low_rising_reward),
+        Method(name="high_h_rising", summary="high H before, rising after", source=_TABLE3, retrieval_reward=high_rising_reward),
+        Method(name="rapo_released", summary="RAPO with the released code's loss", source="released code", released_loss=True),
+        Method(name="sft", summary="SFT on the teacher's trajectories", source="baseline", trained_by="sft", retrieves=False, shaped=False, weighted=False),
+    )
+}  # fmt: skip
+
+
+def get_method(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        ValueError: an unknown name; the message lists the valid ones.
+
+    Example:
+        >>> get_method("grpo").n_hybrid(RunConfig())
+        0
+    """
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}; allowed: {', '.join(METHODS)}")
+    return METHODS[name]
