@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,107 @@ def _checked(cls: type, overrides: dict[str, Any]) -> dict[str, Any]:
 def field_table(cls: type = RunConfig) -> list[dict[str, Any]]:
     """One row a field: name, default, symbol, meaning, source."""
     return [{"field": f.name, "default": f.default, **f.metadata} for f in dataclasses.fields(cls)]
+
+
+#: Methods that get `seeds_main` seeds; the others get `seeds`.
+MAIN_METHODS = ("grpo", "rapo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """How much is run: one dial for all notebooks.
+
+    Example:
+        >>> smoke = load_profile("smoke")
+        >>> [c.seed for c in smoke.configs("grpo")]
+        [0]
+        >>> smoke.configs("rapo", noise_prob=1.0)[0].noise_prob
+        1.0
+    """
+
+    name: str = _f("", "smoke, pocket, study or qwen")
+    about: str = _f("", "what the profile is for")
+    seeds_main: int = _f(2, "seeds of GRPO and of RAPO")
+    seeds: int = _f(1, "seeds of every other method and variant")
+    noise_probs: tuple[float, ...] = _f((0.0, 0.4, 1.0), "grid of the noise experiment", "p_noise")
+    jobs: int = _f(2, "training runs at once, one thread each")
+    n_gate: int = _f(1000, "rollouts each way of the check before any RL")
+    offline: bool = _f(True, "everything needed lies in the repository: no hub is asked")
+    tried: bool = _f(True, "whether the profile has been run from end to end")
+    run: Mapping[str, Any] = field(default_factory=dict, metadata={"doc": "RunConfig fields that differ from the default"})
+
+    def config(self, method: str, seed: int = 0, **overrides: Any) -> RunConfig:
+        """The configuration of one run in this profile; `overrides` are RunConfig fields."""
+        return RunConfig().replace(**{**self.run, **overrides, "method": method, "seed": seed})
+
+    def configs(self, method: str, n_seeds: int | None = None, **overrides: Any) -> list[RunConfig]:
+        """One configuration a seed, 0, 1, ..; by default as many as the profile gives the method.
+
+        The variants of a method (overrides of anything but the profile's own values) get `seeds`.
+        """
+        if n_seeds is None:
+            n_seeds = self.seeds_main if method in MAIN_METHODS and not overrides else self.seeds
+        return [self.config(method, seed, **overrides) for seed in range(n_seeds)]
+
+    def hash(self) -> str:
+        """8 hex digits of everything but `jobs`, which changes no result."""
+        row = dataclasses.asdict(self) | {"jobs": 0}
+        return hashlib.blake2b(json.dumps(row, sort_keys=True).encode(), digest_size=4).hexdigest()
+
+
+PROFILES: dict[str, Profile] = {
+    p.name: p
+    for p in (
+        Profile(
+            name="smoke",
+            about="every notebook from end to end in a few minutes, to see that it runs; its numbers mean nothing",
+            seeds_main=1,
+            noise_probs=(0.0, 1.0),
+            n_gate=96,
+            run={"rl_steps": 2, "questions_per_step": 2, "group_size": 8, "n_hybrid": 4, "eval_every": 2}
+            | {"n_eval": 8, "n_final": 16, "sft_epochs": 0.1},
+        ),
+        Profile(name="pocket", about="the default walk-through on a laptop"),
+        Profile(
+            name="study",
+            about="five or more seeds of every comparison and the full noise grid: hours",
+            seeds_main=5,
+            seeds=5,
+            noise_probs=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
+            run={"rl_steps": 35},
+        ),
+        Profile(
+            name="qwen",
+            about="real weights from a hub or a local folder; needs a GPU and a buffer file; has not been run yet",
+            seeds_main=1,
+            noise_probs=(0.0, 1.0),
+            jobs=1,
+            offline=False,
+            tried=False,
+            run={"student": "Qwen/Qwen2.5-0.5B-Instruct", "learning_rate": 1e-5, "questions_per_step": 32}
+            | {"max_completion": 2048, "rl_steps": 200, "eval_every": 20},
+        ),
+    )
+}
+
+
+def load_profile(name: str, **overrides: Any) -> Profile:
+    """A profile by name; overrides name a field of Profile or of RunConfig.
+
+    Raises:
+        ValueError: unknown profile or field, or a value of another type.
+
+    Example:
+        >>> load_profile("pocket", rl_steps=3, seeds_main=4).config("grpo").rl_steps
+        3
+    """
+    if name not in PROFILES:
+        raise ValueError(f"unknown profile {name!r}; allowed: {', '.join(PROFILES)}")
+    profile = PROFILES[name]
+    own = {f.name for f in dataclasses.fields(Profile)} - {"name", "about", "run", "tried"}
+    mine = {k: tuple(v) if isinstance(v, list) else v for k, v in overrides.items() if k in own}
+    runs = {k: v for k, v in overrides.items() if k not in own}
+    allowed = own | {f.name for f in dataclasses.fields(RunConfig)}
+    if unknown := sorted(set(runs) - allowed):
+        raise ValueError(f"unknown setting {unknown[0]!r}; allowed: {', '.join(sorted(allowed))}")
+    return dataclasses.replace(profile, **_checked(Profile, mine), run={**profile.run, **_checked(RunConfig, runs)})

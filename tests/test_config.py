@@ -1,0 +1,59 @@
+"""Run configurations and profiles: one dial, no unknown names, hashes that follow every field."""
+
+import dataclasses
+import doctest
+
+import pytest
+
+from rapo_lib import config
+from rapo_lib.config import PROFILES, Profile, RunConfig, field_table, load_profile
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(config).failed == 0
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(RunConfig)])
+def test_every_field_changes_the_hash(field):
+    value = getattr(RunConfig(), field)
+    other = (not value) if isinstance(value, bool) else value + "x" if isinstance(value, str) else value + 1
+    assert RunConfig().replace(**{field: other}).hash() != RunConfig().hash()
+
+
+def test_every_field_has_a_meaning():
+    for cls in (RunConfig, Profile):
+        assert all(row["doc"] for row in field_table(cls))
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_profiles_make_valid_runs(name):
+    profile = load_profile(name)
+    for method in ("grpo", "rapo", "sft"):
+        configs = profile.configs(method)
+        assert [c.seed for c in configs] == list(range(len(configs))) and configs[0].method == method
+    c = profile.config("rapo")
+    assert 0 < c.n_hybrid < c.group_size and c.eval_every <= c.rl_steps
+
+
+def test_profiles_as_designed():
+    assert (PROFILES["pocket"].seeds_main, PROFILES["pocket"].seeds) == (2, 1)
+    assert PROFILES["pocket"].noise_probs == (0.0, 0.4, 1.0) and PROFILES["smoke"].noise_probs == (0.0, 1.0)
+    assert PROFILES["study"].seeds_main >= 5 and PROFILES["study"].seeds >= 5
+    assert PROFILES["smoke"].config("grpo").rl_steps <= 3
+    assert [p.name for p in PROFILES.values() if not p.offline] == ["qwen"] and not PROFILES["qwen"].tried
+
+
+def test_overrides_reach_profile_or_run_and_unknown_ones_raise():
+    p = load_profile("pocket", rl_steps=3, learning_rate=1, noise_probs=[0.0], jobs=1)
+    assert p.config("grpo").rl_steps == 3 and p.config("grpo").learning_rate == 1.0 and p.noise_probs == (0.0,)
+    for wrong, text in (({"rl_stepz": 3}, "unknown setting 'rl_stepz'; allowed"), ({"rl_steps": "3"}, "int is expected")):
+        with pytest.raises(ValueError, match=text):
+            load_profile("pocket", **wrong)
+    with pytest.raises(ValueError, match="allowed: smoke, pocket, study, qwen"):
+        load_profile("pockte")
+
+
+def test_hash_of_a_profile_ignores_jobs_alone():
+    assert load_profile("pocket", jobs=7).hash() == PROFILES["pocket"].hash()
+    assert load_profile("pocket", rl_steps=7).hash() != PROFILES["pocket"].hash()
+    assert load_profile("pocket", seeds=7).hash() != PROFILES["pocket"].hash()
