@@ -1,0 +1,201 @@
+"""Helper processes that may hang, crash or be killed without harm to the caller.
+
+Python code of a policy (`sandbox.py`) and symbolic mathematics (`rewards.py`) run behind a `Worker`: a
+child process that answers JSON lines. It starts at the first request, is killed and replaced when it
+overruns, and ends when its standard input closes, so also when the parent is killed. It needs neither
+signals nor the main thread nor an event loop, and a forked child simply starts its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+#: The worker sees these variables only; whatever else the environment holds (tokens, keys) stays out.
+_KEPT_ENV = ("PATH", "PYTHONPATH", "MONTY_BIN", "HOME", "USERPROFILE", "SYSTEMROOT", "TEMP", "TMP", "TMPDIR", "LANG", "LC_ALL")
+_WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+class Worker:
+    """A child process that runs `module` and answers each request, or is killed.
+
+    Args:
+        module: name of a module whose main part calls `serve`.
+        start_sec: seconds that its start may take.
+    """
+
+    def __init__(self, module: str, start_sec: float = 60.0) -> None:
+        self.module = module
+        self.start_sec = start_sec
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self._lock = threading.Lock()
+        _WORKERS.add(self)
+
+    def ask(self, requests: Sequence[Any], limit_sec: float) -> list[Any]:
+        """The replies, in order; None where the worker died or the time ran out.
+
+        Args:
+            requests: JSON values, answered one after the other by one process.
+            limit_sec: wall-clock seconds for each request; n of them share n times as much.
+        """
+        replies: list[Any] = []
+        with self._lock:
+            try:
+                while len(replies) < len(requests):
+                    rest = requests[len(replies) :]
+                    got = self._exchange(rest, limit_sec * len(rest))
+                    replies += got
+                    if len(got) < len(rest):
+                        replies.append(None)
+            except BaseException:  # an interrupt leaves a reply in the pipe that belongs to nobody
+                self._stop()
+                raise
+        return replies
+
+    def close(self) -> None:
+        """End the process; the next request starts a new one."""
+        with self._lock:
+            self._stop()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process else None
+
+    def _exchange(self, requests: Sequence[Any], limit_sec: float) -> list[Any]:
+        """Replies that came within the limit; fewer than requests when the process was lost."""
+        if self._process is None or self._process.poll() is not None:
+            self._stop()
+            self._start()
+        got = []
+        with _killed_after(self._process, limit_sec):
+            self._write(json.dumps(list(requests)).encode() + b"\n")
+            for _ in requests:
+                line = self._read_line()
+                if line is None:
+                    self._stop()
+                    break
+                got.append(json.loads(line))
+        return got
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[self._process.stdin.write(data) :]
+        except OSError:
+            pass  # the process is gone; reading its reply says so
+
+    def _read_line(self) -> bytes | None:
+        """The next line, None when the process is gone. (Pipes are unbuffered: a buffer has a lock, which a fork can freeze.)"""
+        while b"\n" not in self._unread:
+            data = self._process.stdout.read(1 << 16)
+            if not data:
+                return None
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _start(self) -> None:
+        root = str(Path(__file__).resolve().parent.parent)
+        env = {k: os.environ[k] for k in _KEPT_ENV if k in os.environ}
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
+        self._unread = b""
+        with tempfile.TemporaryFile() as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self.module],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=env,
+                start_new_session=True,  # an interrupt of the notebook is not meant for it
+            )
+            with _killed_after(self._process, self.start_sec):
+                ready = self._read_line()
+            if ready is None:
+                self._stop()
+                errors.seek(0)
+                tail = errors.read().decode("utf-8", "replace").strip()[-800:]
+                raise RuntimeError(f"{self.module} did not start within {self.start_sec:g} s: {tail or 'no message'}")
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process:
+            _end(process)
+
+    def _forget(self) -> None:
+        """In a forked child: the process belongs to the parent, and a lock may be held by a thread that is not here."""
+        process, self._process = self._process, None
+        self._lock = threading.Lock()
+        if process:
+            process.stdin.close()
+            process.stdout.close()
+            process.returncode = 0  # not a child of this process, so nothing to wait for
+
+
+class _killed_after:
+    """Kill the process when the block takes longer than this."""
+
+    def __init__(self, process: subprocess.Popen[bytes], seconds: float) -> None:
+        self.timer = threading.Timer(seconds, process.kill)
+        self.timer.daemon = True
+
+    def __enter__(self) -> None:
+        self.timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.timer.cancel()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Closed input lets the worker end its own children; one that does not listen is killed."""
+    for pipe in (process.stdin, process.stdout):
+        try:
+            pipe.close()
+        except OSError:
+            pass
+    try:
+        process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _close_all() -> None:
+    for worker in list(_WORKERS):
+        worker.close()
+
+
+def _forget_all() -> None:
+    for worker in list(_WORKERS):
+        worker._forget()
+
+
+atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+def serve(answer: Callable[[Any], Any]) -> None:
+    """The worker's side: say ready, then answer each line of requests until the input closes.
+
+    Whatever a library prints goes to standard error, so it cannot be mistaken for a reply.
+    """
+    out = os.fdopen(os.dup(1), "w", encoding="ascii", newline="\n")
+    os.dup2(2, 1)
+    out.write("ready\n")
+    out.flush()
+    for line in sys.stdin.buffer:
+        for request in json.loads(line):
+            out.write(json.dumps(answer(request)) + "\n")
+            out.flush()
