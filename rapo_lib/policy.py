@@ -254,6 +254,7 @@ def _merged_linear(module: Any) -> nn.Linear:
 # ------------------------------------------------------------------------------------------ sampling
 
 
+@torch.inference_mode()
 def sample_tokens(
     logits: Tensor, uniforms: Tensor, temperature: float = 1.0, greedy: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,7 +298,6 @@ def sample_tokens(
 class Decoder(Interface):
     """A model with a key-value cache of R rows, each with a length of its own."""
 
-    fed_tokens: int
     model_calls: int
 
     def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], capacity: int) -> None:
@@ -324,7 +324,7 @@ class _DecoderBase:
 
     def __init__(self, model: Any) -> None:
         self.device = model.get_input_embeddings().weight.device
-        self.fed_tokens = self.model_calls = 0
+        self.model_calls = 0
 
     @torch.inference_mode()
     def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], capacity: int) -> None:
@@ -339,7 +339,6 @@ class _DecoderBase:
 
     @torch.inference_mode()
     def extend(self, rows: Tensor, ids: Tensor, positions: Tensor, lengths: Tensor) -> None:
-        self.fed_tokens += int(lengths.sum())
         self.model_calls += 1
         # Ids behind a row's length are written behind its end, where the next real ids will overwrite them.
         grid = (positions[:, None] + torch.arange(ids.shape[1])).clamp(max=self.capacity - 1)
@@ -413,6 +412,7 @@ class GenericDecoder(_DecoderBase):
             for layer in store.values():
                 layer[: len(prompts), :, :width] = layer[prompts.to(self.device), :, :width]
 
+    @torch.inference_mode()
     def keep(self, slots: Sequence[int]) -> None:
         into, source = _moves(slots)
         for store in (self.cache.keys, self.cache.values):
@@ -509,6 +509,7 @@ class FusedDecoder(_DecoderBase):
         for cache in self.cache:
             cache[:, : len(prompts), :, :width] = cache[:, prompts, :, :width]
 
+    @torch.inference_mode()
     def keep(self, slots: Sequence[int]) -> None:
         into, source = _moves(slots)
         if into:

@@ -151,7 +151,7 @@ class ScriptedDecoder:
         self.turns, self.eos, self.n_vocab = turns, eos, n_vocab
         self.fed: dict[int, list[int]] = {}
         self.plan: dict[int, dict[int, tuple[int, int]]] = {}
-        self.fed_tokens = self.model_calls = 0
+        self.model_calls = 0
 
     def start(self, prompts: Sequence[Sequence[int]], rows: Sequence[int], capacity: int) -> None:
         self.order = list(range(len(rows)))
@@ -160,7 +160,9 @@ class ScriptedDecoder:
 
     def extend(self, rows: Any, ids: Any, positions: Any, lengths: Any) -> None:
         for slot, line, start, n in zip(rows.tolist(), ids.tolist(), positions.tolist(), lengths.tolist(), strict=True):
-            self._write(self.order[slot], line[:n], start)
+            r = self.order[slot]
+            self._write(r, line[:n], start)
+            self.plan[r] = {q: v for q, v in self.plan[r].items() if q <= start}
 
     def _write(self, r: int, ids: list[int], start: int) -> None:
         assert start <= len(self.fed[r]), "a hole in the cache"
@@ -180,7 +182,6 @@ class ScriptedDecoder:
         if turn is not None and self.turns[r][turn][i] == token:
             i += 1
         else:
-            plan.pop(p, None)
             turn, i = 1 + max((t for t, _ in plan.values()), default=-1), 0
         self.plan[r] = plan
         if turn >= len(self.turns[r]) or i >= len(self.turns[r][turn]):
