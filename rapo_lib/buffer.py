@@ -479,10 +479,13 @@ class Hit(NamedTuple):
 class StepTraceBuffer:
     """Step traces with a FAISS index over their keys; made by `build` or `load`.
 
+    Teachers repeat themselves, so a key mostly belongs to several traces (3 to 4 in the pocket buffer). The index
+    holds each key once, which makes a search that much cheaper.
+
     Args:
         traces: N step traces; their numbers are their places in this list.
-        encoder: fitted on the keys.
-        index: inner product over N unit rows (so a score is a cosine).
+        encoder: fitted on the different keys.
+        index: inner product over unit rows (so a score is a cosine), one a key in order of first appearance.
         cut_keys_frac: share of keys that are longer than the encoder reads.
     """
 
@@ -492,6 +495,9 @@ class StepTraceBuffer:
         self.index = index
         self.cut_keys_frac = cut_keys_frac
         self._vectors = _stored_rows(index)
+        row_of = {key: row for row, key in enumerate(_keys(traces))}
+        self._row = np.array([row_of[t.key] for t in traces], dtype=np.int64)  # trace -> row of its key
+        self._members = np.split(np.argsort(self._row, kind="stable"), np.cumsum(np.bincount(self._row))[:-1])
         codes: dict[str, int] = {}
         self._codes = codes
         self._question = np.array([codes.setdefault(t.question_id, len(codes)) for t in traces], dtype=np.int64)
@@ -509,7 +515,7 @@ class StepTraceBuffer:
             ValueError: a key without a word that the encoder knows, or rows of the wrong shape or length.
         """
         encoder = TfidfEncoder() if encoder is None else encoder
-        keys = [t.key for t in traces]
+        keys = _keys(traces)
         encoder.fit(keys)
         rows = np.ascontiguousarray(encoder.encode(keys), dtype=np.float32)
         _check_rows(rows, keys, encoder)
@@ -582,22 +588,15 @@ class StepTraceBuffer:
         """
         out: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(0, np.int64), np.zeros(0))] * len(rows)
         todo = [i for i in range(len(rows)) if rows[i].any()] if len(self) else []
-        n_wanted = k + 31
+        n_wanted = k + 7
         while todo:
-            n_wanted = min(n_wanted, len(self))
+            n_wanted = min(n_wanted, self.index.ntotal)
             floors, proposals = self.index.search(rows[todo], n_wanted)
             again = []
-            for i, floor, ids in zip(todo, floors[:, -1], proposals):
-                ids = ids[ids >= 0]  # FAISS fills missing hits with -1
-                if excluded[i] is not None:
-                    ids = ids[self._question[ids] != self._codes.get(excluded[i], -1)]
-                if among is not None:
-                    ids = ids[among[ids]]
-                scores = np.round(self._vectors[ids].astype(np.float64) @ rows[i].astype(np.float64), SCORE_DECIMALS)
-                order = np.lexsort((ids, -scores))
-                ids, scores = ids[order], scores[order]
+            for i, floor, keys in zip(todo, floors[:, -1], proposals):
+                ids, scores = self._rank(rows[i], keys[keys >= 0], excluded[i], among)  # FAISS marks a missing hit by -1
                 # All that tie with the k-th are here when the weakest proposal lies clearly below it.
-                if n_wanted == len(self) or (len(ids) >= k and floor < scores[k - 1] - 2 * 10.0**-SCORE_DECIMALS):
+                if n_wanted == self.index.ntotal or (len(ids) >= k and floor < scores[k - 1] - 2 * 10.0**-SCORE_DECIMALS):
                     last = scores[k - 1] if len(ids) >= k else -np.inf
                     out[i] = ids[scores >= last], scores[scores >= last]
                 else:
@@ -605,9 +604,24 @@ class StepTraceBuffer:
             todo, n_wanted = again, n_wanted * 4
         return out
 
+    def _rank(
+        self, row: np.ndarray, keys: np.ndarray, excluded: str | None, among: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, scores) of the allowed traces of some keys, by score and then by number."""
+        scores = np.round(self._vectors[keys].astype(np.float64) @ row.astype(np.float64), SCORE_DECIMALS)
+        members = [self._members[key] for key in keys]
+        ids, scores = np.concatenate(members), np.repeat(scores, [len(m) for m in members])
+        allowed = np.ones(len(ids), bool) if among is None else among[ids]
+        if excluded is not None:
+            allowed &= self._question[ids] != self._codes.get(excluded, -1)
+        ids, scores = ids[allowed], scores[allowed]
+        order = np.lexsort((ids, -scores))
+        return ids[order], scores[order]
+
     def cosine(self, row: np.ndarray, trace_id: int) -> float:
         """Cosine of an encoded history (D,) with the key of one trace, rounded to 1e-5."""
-        return round(float(self._vectors[trace_id].astype(np.float64) @ row.astype(np.float64)), SCORE_DECIMALS)
+        key = self._vectors[self._row[trace_id]].astype(np.float64)
+        return round(float(key @ row.astype(np.float64)), SCORE_DECIMALS)
 
     def save(self, folder: Path | str) -> None:
         """Write `traces.jsonl`, `encoder.json`, `index.faiss` and, last, `buffer.json` that names and hashes them.
@@ -626,6 +640,7 @@ class StepTraceBuffer:
             "settings": self.encoder.settings,
             "dim": self.encoder.dim,
             "n_traces": len(self),
+            "n_keys": self.index.ntotal,
             "n_questions": len(self._codes),
             "teachers": dict(sorted(Counter(t.teacher for t in self.traces).items())),
             "cut_keys_frac": self.cut_keys_frac,
@@ -656,15 +671,24 @@ class StepTraceBuffer:
         encoder.load_state(state)
         traces = [StepTrace(**row) for row in load_jsonl(folder / "traces.jsonl")]
         index = faiss.deserialize_index(np.fromfile(folder / "index.faiss", np.uint8))
-        sides = {"traces.jsonl": len(traces), "index.faiss": index.ntotal, "buffer.json": sidecar["n_traces"]}
-        if len(set(sides.values())) > 1:
-            raise ValueError(f"{folder}: numbers of traces differ: {sides}; build the buffer again")
+        for what, found, want in (
+            ("traces", len(traces), sidecar["n_traces"]),
+            ("different keys", len(_keys(traces)), index.ntotal),
+        ):
+            if found != want:
+                side = "buffer.json says" if what == "traces" else "index.faiss holds"
+                raise ValueError(f"{folder}: traces.jsonl has {found} {what}, {side} {want}; build the buffer again")
         if not index.d == sidecar["dim"] == encoder.dim:
             raise ValueError(f"{folder}: index has {index.d} dimensions, encoder has {encoder.dim}; build the buffer again")
         return cls(traces, encoder, index, sidecar["cut_keys_frac"])
 
 
 _FILES = ("traces.jsonl", "encoder.json", "index.faiss")
+
+
+def _keys(traces: Sequence[StepTrace]) -> list[str]:
+    """The different keys in order of first appearance."""
+    return list(dict.fromkeys(t.key for t in traces))
 
 
 def _check_rows(rows: np.ndarray, keys: Sequence[str], encoder: Encoder) -> None:
