@@ -1,0 +1,483 @@
+"""Run folders: what has been run, what is still missing, and the worker processes that do it.
+
+Notebook 05 explains this module. A run is a pure function of its RunConfig and lives in
+`results/<profile>/runs/<experiment>/<variant>/seed<k>-<hash>/`. It counts as done when done.json carries
+the hash of the modules and data that act on it; it is written beside its place and moved there whole, so
+an interrupted run leaves nothing that looks finished. `python -m rapo_lib.runs` is the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import functools
+import hashlib
+import importlib
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from filelock import FileLock, Timeout
+
+from rapo_lib.config import DATA, PROFILES, RESULTS, ROOT, RunConfig, load_profile
+from rapo_lib.traces import Rollout, load_jsonl, write_text_atomic
+
+#: Modules that only look at runs; a change in them makes no run stale.
+LOOKING_ON = {"runs.py", "driver.py", "stats.py", "plots.py", "show.py", "explorer.py", "bench.py", "__init__.py"}
+#: Names in config.py that choose runs but do not act inside one.
+CHOOSING = {"MAIN_METHODS", "Profile", "PROFILES", "load_profile", "field_table"}
+EXECUTOR = "rapo_lib.execution:execute_run"
+
+
+class RunFailed(RuntimeError):
+    """A run ended with an error; the message holds the end of its log."""
+
+
+# ---------------------------------------------------------------------------------------------- hashes
+
+
+def source_text(path: Path, skip: Iterable[str] = ()) -> str:
+    """The code of a Python file without comments, docstrings, layout, and the top-level names in `skip`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [n for n in tree.body if not _names(n) & set(skip)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _names(node: ast.stmt) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {t.id for t in targets if isinstance(t, ast.Name)} | {getattr(node, "name", "")}
+
+
+@functools.lru_cache(maxsize=4096)
+def _digest(path: Path, size: int, mtime_ns: int, skip: tuple[str, ...]) -> bytes:
+    content = source_text(path, skip).encode() if path.suffix == ".py" else path.read_bytes()
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def hash_files(paths: Iterable[Path], skip: Iterable[str] = ()) -> str:
+    """8 hex digits of files, folders included; Python files count by their code alone.
+
+    Raises:
+        FileNotFoundError: a path that is not there.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is missing")
+        found = path.rglob("*") if path.is_dir() else [path]
+        files += sorted(p for p in found if p.is_file() and "__pycache__" not in p.parts and not p.name.startswith("."))
+    total = hashlib.blake2b(digest_size=4)
+    for path in files:
+        stat = path.stat()
+        name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+        total.update(name.encode() + _digest(path, stat.st_size, stat.st_mtime_ns, tuple(sorted(skip))))
+    return total.hexdigest()
+
+
+def library_hash() -> str:
+    """8 hex digits of the whole library and of data/: what an executed notebook depends on."""
+    return hash_files([ROOT / "rapo_lib", DATA])
+
+
+def inputs_hash(config: RunConfig) -> str:
+    """8 hex digits of the modules and data that act on a run."""
+    modules = sorted(p for p in (ROOT / "rapo_lib").glob("*.py") if p.name not in LOOKING_ON)
+    data = [p for p in _data_of(config) if p.exists()]
+    return hash_files([*modules, *data], skip=CHOOSING)
+
+
+def _data_of(config: RunConfig) -> list[Path]:
+    pocket = DATA / "pocket"
+    questions = [pocket / "questions" / f"{config.regime}_{split}.jsonl" for split in ("train", "validation", "test")]
+    buffer = Path(config.buffer) if config.buffer.endswith(".jsonl") else trajectories_path(config.buffer, config.regime)
+    return [*questions, pocket / "wiki", pocket / "python_prelude.py", ROOT / config.student, ROOT / buffer]
+
+
+def trajectories_path(buffer: str, regime: str) -> Path:
+    """Where the sampled trajectories of a pocket teacher lie."""
+    return DATA / "pocket" / "trajectories" / f"{buffer}_{regime}.jsonl"
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: its variant's name, its configuration and its folder.
+
+    Example:
+        >>> Run("rapo", RunConfig(seed=3), Path("x")).label
+        'rapo seed 3'
+    """
+
+    variant: str
+    config: RunConfig
+    folder: Path
+
+    @property
+    def label(self) -> str:
+        return f"{self.variant} seed {self.config.seed}"
+
+    @property
+    def done(self) -> dict[str, Any] | None:
+        """What done.json says, or None when the run is missing, stale or half-written."""
+        try:
+            row = json.loads((self.folder / "done.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        fresh_since = float(os.environ.get("RAPO_FRESH_SINCE", "0"))
+        current = row.get("config_hash") == self.config.hash() and row.get("inputs_hash") == inputs_hash(self.config)
+        return row if current and row["finished_at"] >= fresh_since else None
+
+    def table(self, name: str) -> pd.DataFrame:
+        """One of the run's tables: `metrics`, `evals` or `final`, with columns variant, method, seed in front."""
+        df = pd.read_parquet(self.folder / f"{name}.parquet")
+        for i, column in enumerate(("variant", "method", "seed")):
+            df.insert(i, column, self.variant if column == "variant" else getattr(self.config, column))
+        return df
+
+    def rollouts(self) -> list[dict[str, Any]]:
+        """The stored rollouts: rows with `rl_step` and `rollout`."""
+        return [{**r, "rollout": Rollout.from_dict(r["rollout"])} for r in load_jsonl(self.folder / "rollouts.jsonl")]
+
+
+def load_table(runs: Iterable[Run], name: str) -> pd.DataFrame:
+    """The same table of several runs below each other.
+
+    Args:
+        runs: finished runs. name: `metrics` (one row an RL step), `evals` (one an evaluation) or `final`
+            (one a test question).
+    """
+    tables = [run.table(name) for run in runs]
+    if not tables:
+        raise ValueError(f"no runs to read {name} from")
+    return pd.concat(tables, ignore_index=True)
+
+
+def runs_folder(profile: str) -> Path:
+    """results/<profile>/runs; RAPO_RESULTS names another place for results/."""
+    return results_folder() / profile / "runs"
+
+
+def results_folder() -> Path:
+    return Path(os.environ.get("RAPO_RESULTS", RESULTS))
+
+
+def plan_runs(configs: Sequence[RunConfig] | Mapping[str, Sequence[RunConfig]], folder: Path) -> list[Run]:
+    """The folder of each run; a variant is named by its key, or by its method when there is none.
+
+    Raises:
+        ValueError: two variants of one name, or a variant name that is no plain folder name.
+    """
+    if not isinstance(configs, Mapping):
+        grouped: dict[str, list[RunConfig]] = {}
+        for c in configs:
+            grouped.setdefault(c.method, []).append(c)
+        configs = grouped
+    runs = []
+    for variant, group in configs.items():
+        if not variant or any(not (c.isalnum() or c in "._-+=") for c in variant) or variant.startswith("."):
+            raise ValueError(f"variant {variant!r}: letters, digits and . _ - + = only")
+        runs += [Run(variant, c, folder / variant / f"seed{c.seed}-{c.hash()}") for c in group]
+    if len({r.folder for r in runs}) < len(runs):
+        raise ValueError("the same configuration stands twice in one variant")
+    return runs
+
+
+def run_many(
+    configs: Sequence[RunConfig] | Mapping[str, Sequence[RunConfig]],
+    *,
+    profile: str,
+    experiment: str,
+    jobs: int = 2,
+    executor: str = EXECUTOR,
+    say: Callable[[str], None] = print,
+) -> list[Run]:
+    """Do the runs that are missing, `jobs` at once, and return them all in the order given.
+
+    A finished run is found again by its configuration, also when another experiment of the same profile
+    made it. After a failure no further run starts. Interrupting loses the runs in progress only.
+
+    Args:
+        configs: configurations, or for each variant's name its configurations.
+        profile: which results folder. experiment: folder below it.
+        jobs: worker processes, each with the threads that its configuration names.
+        executor: `module:function` called with (config, folder).
+        say: gets one line a run.
+
+    Returns:
+        Runs with their folders.
+
+    Raises:
+        RunFailed: a run failed; holds the end of its log.
+    """
+    folder = runs_folder(profile)
+    runs = plan_runs(configs, folder / experiment)
+    with _lock(folder / ".lock", say):
+        found = [_find(run, folder) for run in runs]
+        missing = {r.folder: r for r, f in zip(runs, found, strict=True) if f is None}
+        if len(missing) < len(runs):
+            say(f"{len(runs) - len(missing)} of {len(runs)} runs are there already")
+        _work(_unique(missing.values()), jobs, executor, say)
+        return [f or _find(r, folder) or r for r, f in zip(runs, found, strict=True)]
+
+
+def _find(run: Run, folder: Path) -> Run | None:
+    """The run itself when done, else a finished run of the same configuration in another experiment."""
+    others = sorted(folder.glob(f"*/*/{run.folder.name}"))
+    for place in (run.folder, *others):
+        there = Run(run.variant, run.config, place)
+        if there.done:
+            return there
+    return None
+
+
+def _unique(runs: Iterable[Run]) -> list[Run]:
+    """One run a configuration."""
+    return list({r.config: r for r in reversed(list(runs))}.values())[::-1]
+
+
+@contextmanager
+def _lock(path: Path, say: Callable[[str], None]):
+    """Two processes never write into one results folder: the second waits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0.5)
+    except Timeout:
+        say(f"another process is training runs in {path.parent}; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+# --------------------------------------------------------------------------------------------- workers
+
+
+def _work(runs: list[Run], jobs: int, executor: str, say: Callable[[str], None]) -> None:
+    """Give each run to one of `jobs` workers; stop giving out after the first failure."""
+    if not runs:
+        return
+    idle = [Worker(executor, runs[0].config.threads) for _ in range(min(jobs, len(runs)))]
+    everyone, todo, n_done, failure = list(idle), list(runs), 0, None
+    try:
+        with ThreadPoolExecutor(len(everyone)) as pool:
+            pending: dict[Any, tuple[Worker, Run]] = {}
+            while pending or (todo and not failure):
+                while idle and todo and not failure:
+                    worker, run = idle.pop(), todo.pop(0)
+                    pending[pool.submit(worker.do, run)] = (worker, run)
+                try:
+                    finished, _ = wait(pending, return_when=FIRST_COMPLETED)
+                except BaseException:
+                    _stop(everyone)  # else the pool would wait for runs that nobody wants
+                    raise
+                for future in finished:
+                    worker, run = pending.pop(future)
+                    idle.append(worker)
+                    if future.exception():
+                        failure = failure or future.exception()
+                        continue
+                    n_done += 1
+                    say(f"[{n_done}/{len(runs)}] {run.label}: {future.result()}")
+    finally:
+        _stop(everyone)
+    if failure:
+        raise failure
+
+
+def _stop(workers: Iterable[Worker]) -> None:
+    for w in workers:
+        w.stop()
+
+
+class Worker:
+    """A process that does one run after another, so that the libraries are imported once.
+
+    Args:
+        executor: `module:function` called with (config, folder).
+        threads: of the numeric libraries.
+    """
+
+    def __init__(self, executor: str, threads: int) -> None:
+        count = str(threads)
+        env = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), count)
+        env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
+        command = [sys.executable, "-m", "rapo_lib.runs", "worker", executor]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+        # A session of its own: Ctrl-C reaches the parent alone, which then ends its workers.
+        self.process = subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True, **pipes)
+
+    def do(self, run: Run) -> str:
+        """Do one run: beside its place, then moved there whole.
+
+        Raises:
+            RunFailed: it did not finish.
+        """
+        partial = run.folder.with_name(f".{run.folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write_text_atomic(partial / "config.json", json.dumps(dataclasses.asdict(run.config), indent=1) + "\n")
+        try:
+            self.process.stdin.write(json.dumps([str(partial), inputs_hash(run.config)]) + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except (BrokenPipeError, ValueError):
+            answer = ""
+        if not answer:
+            raise RunFailed(f"{run.label}: its process died (exit code {self.process.wait()})\n{_tail(partial / 'log.txt')}")
+        reply = json.loads(answer)
+        if "error" in reply:
+            raise RunFailed(f"{run.label}: {reply['error']}\n{_tail(partial / 'log.txt')}")
+        shutil.rmtree(run.folder, ignore_errors=True)
+        os.replace(partial, run.folder)
+        return reply["summary"]
+
+    def stop(self) -> None:
+        """End the process and wait for it."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            try:
+                pipe.close()
+            except BrokenPipeError:
+                pass
+
+
+def _tail(path: Path, n: int = 25) -> str:
+    if not path.exists():
+        return "(no log)"
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-n:]
+    return "\n".join([f"end of {path}:", *lines])
+
+
+def work(executor: str) -> None:
+    """Do the runs whose folders arrive on standard input, one line each; answer one JSON line each.
+
+    When standard input closes in the middle of a run, the parent has died: the process ends at once.
+    """
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    lines: queue.Queue[str | None] = queue.Queue()
+    busy = threading.Event()
+
+    def read() -> None:
+        for line in sys.stdin:
+            busy.set()
+            lines.put(line)
+        if busy.is_set():
+            os._exit(1)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (line := lines.get()) is not None:
+        folder, inputs = json.loads(line)
+        with _to_log(Path(folder) / "log.txt"):
+            reply = _do(executor, Path(folder), inputs)
+        busy.clear()
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+
+
+@contextmanager
+def _to_log(path: Path):
+    """Everything printed, by C code too, goes into a file."""
+    with open(path, "a", encoding="utf-8") as log:
+        kept = [(fd, os.dup(fd)) for fd in (1, 2)]
+        for fd, _ in kept:
+            os.dup2(log.fileno(), fd)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd, old in kept:
+                os.dup2(old, fd)
+                os.close(old)
+
+
+def _do(executor: str, folder: Path, inputs: str) -> dict[str, str]:
+    try:
+        return {"summary": finish_run(executor, folder, inputs)}
+    except Exception as e:  # the worker goes on; the parent raises with the log
+        traceback.print_exc()
+        return {"error": f"{type(e).__name__}: {e}"}
+
+
+def load_config(folder: Path) -> RunConfig:
+    """The configuration of a run folder."""
+    return RunConfig().replace(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+
+def finish_run(executor: str, folder: Path, inputs: str) -> str:
+    """Do the run that a folder's config.json describes and write done.json last.
+
+    Args:
+        executor: `module:function`. folder: with a config.json. inputs: hash of modules and data.
+
+    Returns:
+        One line about the run.
+    """
+    config = load_config(folder)
+    module, name = executor.split(":")
+    start = time.time()
+    facts = getattr(importlib.import_module(module), name)(config, folder)
+    seconds = round(time.time() - start, 1)
+    row = {"config_hash": config.hash(), "inputs_hash": inputs, "seconds": seconds, "finished_at": time.time(), **facts}
+    write_text_atomic(folder / "done.json", json.dumps(row, indent=1) + "\n")
+    shown = ", ".join(f"{k} {v:.3f}" for k, v in facts.items() if isinstance(v, float))
+    return f"{shown}, {seconds:.0f} s" if shown else f"{seconds:.0f} s"
+
+
+# ---------------------------------------------------------------------------------------- command line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m rapo_lib.runs notebooks|html|run|worker`; see --help."""
+    parser = argparse.ArgumentParser(prog="python -m rapo_lib.runs", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    p = commands.add_parser("notebooks", help="execute the notebooks in order; finished ones are kept")
+    p.add_argument("--profile", default="pocket", choices=list(PROFILES))
+    p.add_argument("--only", default="", help="numbers such as 05,06")
+    p.add_argument("--jobs", type=int, help="training runs at once (default: the profile's)")
+    p.add_argument("--fresh", action="store_true", help="do finished notebooks and their runs again")
+    p = commands.add_parser("html", help="export the executed notebooks as HTML pages")
+    p.add_argument("--profile", default="pocket", choices=list(PROFILES))
+    p = commands.add_parser("run", help="do one run in place: a folder with a config.json")
+    p.add_argument("folder", type=Path)
+    p = commands.add_parser("worker", help="used by run_many")
+    p.add_argument("executor")
+    a = parser.parse_args(arguments)
+    if a.command == "worker":
+        work(a.executor)
+        return 0
+    if a.command == "run":
+        print(finish_run(EXECUTOR, a.folder, inputs_hash(load_config(a.folder))))
+        return 0
+    from rapo_lib import driver
+
+    if a.command == "html":
+        return driver.export_html(a.profile)
+    return driver.run_notebooks(load_profile(a.profile), only=[x for x in a.only.split(",") if x], jobs=a.jobs, fresh=a.fresh)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
