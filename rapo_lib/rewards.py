@@ -18,7 +18,7 @@ from fractions import Fraction
 from functools import cache, lru_cache
 
 from .tasks import Question
-from .traces import Protocol, Rollout, parse_step
+from .traces import ParsedStep, Protocol, Rollout, parse_step
 from .workers import Worker, serve
 
 #: Seconds that math-verify may take for one pair.
@@ -223,7 +223,7 @@ def answer_text(rollout: Rollout, protocol: Protocol) -> str | None:
     """
     if not rollout.segments or rollout.segments[-1].origin != "policy":
         return None
-    answer = parse_step(protocol.decode(rollout.segments[-1].ids)).answer
+    answer = _parsed(protocol, rollout.segments[-1].ids).answer
     return None if answer is None else extract_boxed(answer)
 
 
@@ -235,7 +235,13 @@ def format_ok(rollout: Rollout, protocol: Protocol) -> bool:
     if rollout.end_reason != "answer" or answer_text(rollout, protocol) is None:
         return False
     own = [s for s in rollout.segments if s.origin == "policy"]
-    return all(parse_step(protocol.decode(s.ids)).action for s in own[:-1])
+    return all(_parsed(protocol, s.ids).action for s in own[:-1])
+
+
+@lru_cache(maxsize=65_536)
+def _parsed(protocol: Protocol, ids: tuple[int, ...]) -> ParsedStep:
+    """A policy segment as a step; rollouts of a group share many of them."""
+    return parse_step(protocol.decode(ids))
 
 
 def pocket_reward(rollout: Rollout, question: Question, protocol: Protocol) -> float:

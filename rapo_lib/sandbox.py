@@ -108,6 +108,8 @@ def _result(reply: list[str] | None) -> SandboxResult:
     if reply is None:
         return SandboxResult("error: the interpreter crashed or hung and was replaced", "crash")
     outcome, text = reply
+    if outcome == "start":
+        raise RuntimeError(f"the interpreter cannot be started: {text}; is pydantic-monty installed?")
     if outcome == "prelude":
         raise ValueError(f"the prelude of the python tool fails: {text}")
     return SandboxResult(text, outcome)
@@ -134,9 +136,13 @@ class _Interpreter:
         if len(code) > limits["code_chars"]:
             return ["refused", f"error: code has {len(code)} characters, at most {limits['code_chars']} are allowed"]
         printed = CollectString(max_bytes=4 * limits["output_chars"])
+        try:
+            pool = self._pool_for(limits["time_sec"])
+        except (RuntimeError, OSError) as e:
+            return ["start", str(e)]
         feeding_prelude = True
         try:
-            with self._checkout(limits) as session:
+            with _session(pool, limits) as session:
                 if prelude:
                     session.feed_run(prelude)
                 feeding_prelude = False
@@ -152,25 +158,27 @@ class _Interpreter:
         except (ValueError, TypeError, RecursionError, UnicodeError) as e:  # code or value that cannot cross the border
             return ["exception", f"error: {type(e).__name__}: {str(e)[:300]}"]
 
-    def _checkout(self, limits: dict[str, Any]) -> Any:
-        if self._time_sec != limits["time_sec"]:
-            self.close()
-            self._time_sec = limits["time_sec"]
-            self._pool = self._monty(max_processes=1, request_timeout=self._time_sec + 0.5)
-            self._pool.__enter__()
-        return self._pool.checkout(
-            limits={
-                "max_feed_duration_secs": limits["time_sec"],
-                "max_memory": limits["memory_bytes"],
-                "max_recursion_depth": limits["recursion"],
-            },
-            os_policy={"datetime": datetime(2026, 1, 1), "sleep": "zero", "random_start": {"seed": 0}},
-            assert_message_annotations=False,
-        )
+    def _pool_for(self, time_sec: float) -> Any:
+        if self._pool is None or self._time_sec != time_sec:
+            if self._pool is not None:
+                self._pool.__exit__(None, None, None)
+            # A hung interpreter is killed half a second after its own limit should have ended the code.
+            self._pool = self._monty(max_processes=1, request_timeout=time_sec + 0.5).__enter__()
+            self._time_sec = time_sec
+        return self._pool
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.__exit__(None, None, None)
+
+def _session(pool: Any, limits: dict[str, Any]) -> Any:
+    """A fresh interpreter state: limits, a fixed clock, sleeps that cost nothing, seeded random numbers."""
+    return pool.checkout(
+        limits={
+            "max_feed_duration_secs": limits["time_sec"],
+            "max_memory": limits["memory_bytes"],
+            "max_recursion_depth": limits["recursion"],
+        },
+        os_policy={"datetime": datetime(2026, 1, 1), "sleep": "zero", "random_start": {"seed": 0}},
+        assert_message_annotations=False,
+    )
 
 
 def _shown(printed: str, value: Any, max_chars: int) -> list[str]:
@@ -195,8 +203,7 @@ def _named_error(message: str, printed: str, limits: dict[str, Any]) -> list[str
     if kind == "SyntaxError":
         return ["syntax", f"error: {message[:300]}"]
     refused = kind in ("PermissionError", "ModuleNotFoundError", "ImportError") or "not supported in this" in message
-    head = f"{printed[: limits['output_chars']]}" if printed else ""
-    return ["refused" if refused else "exception", f"{head}error: {message[:300]}"]
+    return ["refused" if refused else "exception", f"{printed[: limits['output_chars']]}error: {message[:300]}"]
 
 
 # --------------------------------------------------------------------------------------------------- bench
