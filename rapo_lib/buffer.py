@@ -23,6 +23,7 @@ import re
 import tempfile
 import time
 import unicodedata
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -918,3 +919,103 @@ def _trajectory_ends(traces: Sequence[StepTrace]) -> dict[int, int]:
         or t.step <= traces[i - 1].step
     ]
     return dict(zip(starts, [*starts[1:], len(traces)]))
+
+
+# ----------------------------------------------------------------------------------------------------- bench
+
+
+def bench(args: Namespace | None = None) -> None:
+    """Print quality and cost of each encoder on the pocket trajectories of the exploration regime.
+
+    Queries are histories of trajectories that are not in the buffer (other samples of the teacher; the weak
+    teacher's), apart by whether every step so far was right. The right next step is one of the same question that
+    does what the chain asks for at this place.
+    """
+    from transformers import AutoTokenizer
+
+    from rapo_lib.config import DATA
+    from rapo_lib.tasks import load_pocket_questions
+    from rapo_lib.traces import load_rollouts
+
+    questions = {q.id: q for q in load_pocket_questions("exploration", "train")}
+    protocol = Protocol(AutoTokenizer.from_pretrained(DATA / "pocket" / "tokenizer"))
+    sampled = {
+        name: load_rollouts(path)
+        for name in ("teacher", "weak")
+        if (path := DATA / "pocket" / "trajectories" / f"{name}_exploration.jsonl").is_file()
+    }
+    traces = make_traces(sampled["teacher"], questions.values(), protocol, "teacher")
+    kept = set(map(id, select_trajectories(sampled["teacher"], TOP_K)))
+    queries = {}
+    for name, rollouts in sampled.items():
+        found = [s for r in rollouts if id(r) not in kept for s in _bench_situations(r, questions[r.question_id], protocol)]
+        for right in (True, False):
+            some = [s for s in found if s.right_so_far == right]
+            queries[f"{name}, {'right so far' if right else 'with an error'}"] = some[:: max(1, len(some) // 300)]
+    rows = []
+    for make in ENCODERS.values():
+        try:
+            encoder = make()
+        except ImportError as e:
+            print(e)
+            continue
+        rows += _bench_encoder(encoder, traces, queries)
+    leaks = StepTraceBuffer.build(traces).audit_leaks(questions.values()).leaks.mean()
+    print(f"{len(traces)} traces of {len({t.question_id for t in traces})} questions; {leaks:.1%} hold their own gold answer")
+    print(pd.DataFrame(rows).round(3).to_string(index=False))
+
+
+class _Situation(NamedTuple):
+    """A history, the question, the place in its chain, and whether every step so far was right."""
+
+    history: str
+    question: Question
+    place: int
+    right_so_far: bool
+
+
+def _bench_situations(rollout: Rollout, question: Question, protocol: Protocol) -> list[_Situation]:
+    """Histories before each later step that the question's chain has a step for."""
+    out, before, right = [], [], True
+    for t, step in enumerate(rollout.steps[: len(question.info["words"])]):
+        if t:
+            out.append(_Situation(history_text(protocol, question.text, before), question, t, right))
+        before.extend(step.segments)
+        right &= f"<result> {question.info['chain'][t + 1]}</result>" in protocol.decode(step.ids)
+    return out
+
+
+_BENCH_MARKS = ("right next step", "step of before", "same question", "same skill")
+
+
+def _bench_marks(s: _Situation, trace: StepTrace) -> dict[str, bool]:
+    from rapo_lib.pocket.world import WORD_SKILL
+
+    words = re.findall(r"\w+", trace.value)
+    skill = next((WORD_SKILL[w] for w in words if w in WORD_SKILL), None)
+    same = trace.question_id == s.question.id
+    right = same and s.question.info["words"][s.place] in words
+    return dict(zip(_BENCH_MARKS, (right, same and trace.step < s.place, same, skill == s.question.info["skills"][s.place])))
+
+
+def _bench_encoder(
+    encoder: Encoder, traces: Sequence[StepTrace], queries: Mapping[str, Sequence[_Situation]]
+) -> list[dict[str, Any]]:
+    """One row a kind of query: shares of good answers, milliseconds, seconds, megabytes."""
+    tick = time.perf_counter()
+    buffer = StepTraceBuffer.build(traces, encoder)
+    build_sec = time.perf_counter() - tick
+    rows = []
+    for kind, situations in queries.items():
+        tick = time.perf_counter()
+        found = [buffer.search([s.history], 1)[0] for s in situations]
+        query_ms = (time.perf_counter() - tick) / max(len(situations), 1) * 1e3
+        marks = [_bench_marks(s, traces[hits[0].trace_id]) for s, hits in zip(situations, found) if hits]
+        shares = {name: sum(m[name] for m in marks) / max(len(situations), 1) for name in _BENCH_MARKS}
+        rows.append(
+            {"encoder": encoder.name, "queries": kind, "n": len(situations)}
+            | shares
+            | {"ms/query": query_ms, "build s": build_sec, "dim": encoder.dim, "keys": buffer.index.ntotal}
+            | {"MB": buffer.index.ntotal * encoder.dim * 4 / 1e6, "cut keys": buffer.cut_keys_frac}
+        )
+    return rows

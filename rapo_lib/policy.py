@@ -239,16 +239,24 @@ def merged_model(policy: Policy) -> Any:
     return out.eval()
 
 
-@torch.no_grad()
 def _merged_linear(module: Any) -> nn.Linear:
     base = module.base_layer
-    weight = base.weight.float()
-    for key in module.active_adapters:
-        weight = weight + module.scaling[key] * (module.lora_B[key].weight.float() @ module.lora_A[key].weight.float())
     out = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
-    out.weight = nn.Parameter(weight.to(base.weight.dtype), requires_grad=False)
+    out.weight = nn.Parameter(merged_weight(module), requires_grad=False)
     out.bias = base.bias
     return out
+
+
+@torch.no_grad()
+def merged_weight(module: Any) -> Tensor:
+    """The weight of a linear layer, with its active adapter added: `W + scale * B A`, added in float32."""
+    if not hasattr(module, "lora_A"):
+        return module.weight.detach()
+    base = module.base_layer.weight
+    weight = base.float()
+    for key in module.active_adapters:
+        weight = weight + module.scaling[key] * (module.lora_B[key].weight.float() @ module.lora_A[key].weight.float())
+    return weight.to(base.dtype)
 
 
 # ------------------------------------------------------------------------------------------ sampling
@@ -315,8 +323,9 @@ class Decoder(Interface):
 
 def make_decoder(policy: Policy) -> Decoder:
     """The fused decoder where it applies (Qwen2 or Qwen3 in float32 on CPU), else the generic one."""
-    model = merged_model(policy)
-    return FusedDecoder(model) if FusedDecoder.applies(model) else GenericDecoder(model)
+    if FusedDecoder.applies(policy.base):
+        return FusedDecoder(policy.base)
+    return GenericDecoder(merged_model(policy))
 
 
 class _DecoderBase:
@@ -478,7 +487,8 @@ class FusedDecoder(_DecoderBase):
 
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
         q_scale = 1.0 if normed else scale
-        weight = torch.cat([interleave(q.weight) * q_scale, interleave(k.weight), v.weight])
+        w_q, w_k, w_v = map(merged_weight, (q, k, v))
+        weight = torch.cat([interleave(w_q) * q_scale, interleave(w_k), w_v])
         bias = None if q.bias is None else torch.cat([interleave(q.bias) * q_scale, interleave(k.bias), v.bias])
         qk_norm = None
         if normed:
@@ -489,14 +499,14 @@ class FusedDecoder(_DecoderBase):
             "qkv": weight.t().contiguous(),
             "bias": bias,
             "qk_norm": qk_norm,
-            "out": attention.o_proj.weight.t().contiguous(),
+            "out": merged_weight(attention.o_proj).t().contiguous(),
             "norm2": layer.post_attention_layernorm.weight,
-            "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).t().contiguous(),
-            "down": mlp.down_proj.weight.t().contiguous(),
+            "gate_up": torch.cat([merged_weight(mlp.gate_proj), merged_weight(mlp.up_proj)]).t().contiguous(),
+            "down": merged_weight(mlp.down_proj).t().contiguous(),
         }
 
     def _allocate(self, slots: int, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity, self.used = capacity, 0
         shape = (2, slots, self.kv_heads, capacity, self.head_dim)
         self.cache = [torch.zeros(shape) for _ in self.layers]
         cos, sin = self.rotary(self.embedding, torch.arange(capacity)[None])
@@ -513,8 +523,10 @@ class FusedDecoder(_DecoderBase):
     def keep(self, slots: Sequence[int]) -> None:
         into, source = _moves(slots)
         if into:
+            into, source = torch.tensor(into), torch.tensor(source)
             for cache in self.cache:
-                cache[:, into] = cache[:, source]
+                used = cache[:, :, :, : self.used]
+                used.index_copy_(1, into, used.index_select(1, source))
 
     def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | None, want_logits: bool) -> Tensor:
         n, c = ids.shape
@@ -522,9 +534,8 @@ class FusedDecoder(_DecoderBase):
         turns = self.turns[positions.flatten()]
         lines = self.lines[:n] if rows is None else self.lines[rows]
         lines = (lines[:, None] + positions[:, :, None, None]).flatten()
-        bias = _causal_bias(positions, torch.float32)  # (N, C, T)
-        per_group = self.heads // self.kv_heads
-        bias = bias[:, None, :, None].expand(n, self.kv_heads, c, per_group, -1).reshape(n * self.kv_heads, c * per_group, -1)
+        bias = self._attention_bias(positions)
+        self.used = max(self.used, bias.shape[-1])
         for i, (layer, cache) in enumerate(zip(self.layers, self.cache, strict=True)):
             queries = self._write(layer, cache, x, turns, lines)
             if i == len(self.layers) - 1 and not want_logits:
@@ -533,6 +544,12 @@ class FusedDecoder(_DecoderBase):
             gate, up = (self._rms(x, layer["norm2"]) @ layer["gate_up"]).chunk(2, -1)
             x = torch.addmm(x, F.silu(gate).mul_(up), layer["down"])
         return self._rms(x, self.norm) @ self.head if want_logits else x
+
+    def _attention_bias(self, positions: Tensor) -> Tensor:
+        """(N, C) -> (N * groups, C * heads a group, T); with one query a row the heads share a line."""
+        bias = _causal_bias(positions, torch.float32)
+        bias = bias[:, None].expand(-1, self.kv_heads, -1, -1).flatten(0, 1)
+        return bias if positions.shape[1] == 1 else bias.repeat_interleave(self.heads // self.kv_heads, 1)
 
     def _rms(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, self.eps)

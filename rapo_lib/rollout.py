@@ -179,7 +179,7 @@ class StopTable:
         for text, i in tokenizer.get_vocab().items():
             if text in STOP_TAGS:
                 self.kinds[i] = self.TAG
-            elif ">" in text:
+            elif _may_complete_tag(text):
                 self.kinds[i] = self.TEXT
         self.kinds[list(policy.eos_ids)] = self.EOS
         self._decode = policy.protocol.decode
@@ -188,6 +188,15 @@ class StopTable:
         """Whether the last id of a policy segment completed a closing action or answer tag."""
         kind = self.kinds[ids[-1]]
         return kind == self.TAG or kind == self.TEXT and any(t in self._decode(ids[-self.TAIL :]) for t in STOP_TAGS)
+
+
+def _may_complete_tag(text: str) -> bool:
+    """Whether a token's text, up to one of its `>`, is the end of a stop tag or ends with one.
+
+    `<0x3E>` is how byte-fallback tokenizers write the byte `>`.
+    """
+    heads = [text[: i + 1] for i, c in enumerate(text) if c == ">"]
+    return text == "<0x3E>" or any(tag.endswith(head) or head.endswith(tag) for head in heads for tag in STOP_TAGS)
 
 
 # ---------------------------------------------------------------------------------------- the sampler

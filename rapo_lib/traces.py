@@ -407,7 +407,7 @@ def write_text_atomic(path: Path | str, text: str) -> None:
 
 def save_jsonl(path: Path | str, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write one JSON object a line (ASCII escapes, so U+2028 and any locale are harmless)."""
-    write_text_atomic(path, "".join(json.dumps(r, ensure_ascii=True) + "\n" for r in rows))
+    write_text_atomic(path, "".join(json.dumps(r, ensure_ascii=True, separators=(",", ":")) + "\n" for r in rows))
 
 
 def load_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
