@@ -52,7 +52,7 @@ class RunConfig:
     seed: int = _f(0, "seed of every random stream of the run")
     regime: str = _f("exploration", "pocket questions: exploration, halfway or easy", source="feasibility")
     student: str = _f("data/pocket/models/student", "policy to train: folder or hub name")
-    buffer: str = _f("teacher", "trajectories in the step-trace buffer: teacher, weak, or a JSONL path")
+    buffer: str = _f("teacher", "trajectories in the step-trace buffer: teacher, weak, teacher+weak, or a JSONL path")
     rl_steps: int = _f(30, "RL steps: one rollout batch and `updates_per_step` optimiser steps each")
     questions_per_step: int = _f(6, "questions in one rollout batch", source=f"{_P}, settings (32)")
     group_size: int = _f(16, "rollouts a question", "G", f"{_P}, settings")

@@ -106,13 +106,14 @@ def inputs_hash(config: RunConfig) -> str:
 def _data_of(config: RunConfig) -> list[Path]:
     pocket = DATA / "pocket"
     questions = [pocket / "questions" / f"{config.regime}_{split}.jsonl" for split in ("train", "validation", "test")]
-    buffer = Path(config.buffer) if config.buffer.endswith(".jsonl") else trajectories_path(config.buffer, config.regime)
-    return [*questions, pocket / "wiki", pocket / "python_prelude.py", ROOT / config.student, ROOT / buffer]
+    return [*questions, pocket / "wiki", pocket / "python_prelude.py", ROOT / config.student, *buffer_paths(config)]
 
 
-def trajectories_path(buffer: str, regime: str) -> Path:
-    """Where the sampled trajectories of a pocket teacher lie."""
-    return DATA / "pocket" / "trajectories" / f"{buffer}_{regime}.jsonl"
+def buffer_paths(config: RunConfig) -> list[Path]:
+    """Files that the buffer is built from: those of pocket teachers (`teacher`, `teacher+weak`), or a JSONL file's."""
+    if config.buffer.endswith(".jsonl"):
+        return [ROOT / config.buffer]
+    return [DATA / "pocket" / "trajectories" / f"{name}_{config.regime}.jsonl" for name in config.buffer.split("+")]
 
 
 # ------------------------------------------------------------------------------------------------ runs
@@ -321,7 +322,7 @@ class Worker:
     def __init__(self, executor: str, threads: int) -> None:
         count = str(threads)
         env = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), count)
-        env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1"}
+        env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
         command = [sys.executable, "-m", "rapo_lib.runs", "worker", executor]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
         # A session of its own: Ctrl-C reaches the parent alone, which then ends its workers.

@@ -1,0 +1,174 @@
+"""What one run does: load, train, evaluate, and write its files. A pure function of its RunConfig.
+
+Notebook 05 explains this module; `rapo_lib.runs` decides which runs are due and where they lie.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from rapo_lib.buffer import Retriever, StepTraceBuffer, import_traces_jsonl, make_traces, select_trajectories
+from rapo_lib.config import ROOT, RunConfig
+from rapo_lib.evaluate import evaluate
+from rapo_lib.methods import Method, get_method
+from rapo_lib.policy import Policy, add_lora, load_policy, save_adapter
+from rapo_lib.rollout import SamplingLimits
+from rapo_lib.runs import buffer_paths
+from rapo_lib.tasks import Question, check_disjoint, load_pocket_questions
+from rapo_lib.tools import make_pocket_toolbox
+from rapo_lib.traces import Protocol, Rollout, load_jsonl, load_rollouts, save_jsonl
+from rapo_lib.trainer import RAPOTrainer, score_rollouts, train_sft
+
+#: Trajectories of a question that stay in the buffer (K of arXiv 2603.03078, C.3.1).
+TOP_K = 5
+#: Seed of every evaluation: all runs answer with the same random numbers.
+EVALUATION_SEED = 0
+
+
+def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
+    """Train one policy and write metrics, evaluations, some rollouts and the adapter.
+
+    Args:
+        config: the run. folder: where metrics.parquet, evals.parquet, final.parquet, rollouts.jsonl and
+            adapter/ go.
+
+    Returns:
+        Facts for done.json: `pass@1` on the test questions, sampled and greedy, and training seconds.
+    """
+    torch.set_num_threads(config.threads)
+    method = get_method(config.method)
+    train, validation, test = (load_pocket_questions(config.regime, s) for s in ("train", "validation", "test"))
+    check_disjoint(train, [*validation, *test])
+    policy = add_lora(load_policy(config.student), config.lora_r, config.seed)
+    recorder = Recorder(config, folder, policy, validation[: config.n_eval])
+    recorder.evaluate(0)
+    work = folder / "work"
+    if method.trained_by == "sft":
+        train_sft(policy, load_trajectories(config), config, work, on_update=recorder.on_update)
+    else:
+        retriever = make_retriever(config, method, policy.protocol, train)
+        toolbox = make_pocket_toolbox("train")
+        RAPOTrainer(policy, train, toolbox, retriever, config, method, work, on_rl_step=recorder.on_rl_step).train()
+    shutil.rmtree(work, ignore_errors=True)
+    return recorder.finish(test[: config.n_final])
+
+
+def load_trajectories(config: RunConfig) -> list[Rollout]:
+    """The best correct trajectories of each question from the buffer's teachers (what SFT learns from)."""
+    return [r for path in buffer_paths(config) for r in select_trajectories(load_rollouts(path), TOP_K)]
+
+
+def make_buffer(config: RunConfig, protocol: Protocol, questions: Sequence[Question]) -> StepTraceBuffer:
+    """The step-trace buffer of a run, from its teachers' sampled trajectories or from imported traces."""
+    traces = []
+    for path in buffer_paths(config):
+        if "segments" in next(load_jsonl(path)):
+            traces += make_traces(load_rollouts(path), questions, protocol, path.stem.split("_")[0], TOP_K)
+        else:
+            traces += import_traces_jsonl(path)
+    return StepTraceBuffer.build(traces)
+
+
+def make_retriever(config: RunConfig, method: Method, protocol: Protocol, questions: Sequence[Question]) -> Retriever | None:
+    """The retriever of a run; None for a method that does not retrieve."""
+    if not method.retrieves:
+        return None
+    return Retriever(
+        make_buffer(config, protocol, questions),
+        noise_prob=config.noise_prob,
+        leak_guard=config.leak_guard,
+        exclude_same_question=config.exclude_same_question,
+        unit=method.unit,
+    )
+
+
+class Recorder:
+    """Writes what a run leaves behind, as it comes: a run that dies has lost nothing that it measured.
+
+    Args:
+        config: the run. folder: where its files go. policy: who is trained. questions: for validation.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, policy: Policy, questions: Sequence[Question]) -> None:
+        self.config, self.folder, self.policy, self.questions = config, folder, policy, list(questions)
+        self.limits = SamplingLimits(config.max_completion, config.max_calls, config.max_calls, config.extra_steps)
+        self.toolbox = make_pocket_toolbox("validation")
+        self.metrics: list[dict[str, Any]] = []
+        self.evals: list[dict[str, Any]] = []
+        self.kept: list[dict[str, Any]] = []
+        self.train_sec = 0.0
+        self.since = time.perf_counter()
+
+    def on_rl_step(self, row: dict[str, float], rollouts: list[Rollout]) -> None:
+        """One RL step has ended: note its metrics, keep some rollouts, evaluate now and then."""
+        self._pause()
+        self.metrics.append(row)
+        step, last = int(row["rl_step"]), self.config.rl_steps
+        due = step % self.config.eval_every == 0
+        if due or step in (1, last):
+            self._keep(step, rollouts)
+        if due or step == last:
+            self.evaluate(step)
+        print(f"RL step {step}/{last}: reward {row['reward']:.3f}, entropy {row['entropy']:.3f}", flush=True)
+        self.since = time.perf_counter()
+
+    def on_update(self, row: dict[str, float]) -> None:
+        """One optimiser step of SFT has ended."""
+        self.metrics.append(row)
+
+    def evaluate(self, rl_step: int) -> None:
+        """Pass@1 on the validation questions, with temperature 1 and without retrieval."""
+        self._add("validation", rl_step, self._answer(self.questions, self.toolbox, greedy=False), greedy=False)
+        self._save()
+        self.since = time.perf_counter()
+
+    def finish(self, questions: Sequence[Question]) -> dict[str, Any]:
+        """Answer the test questions, sampled and greedy, and save everything."""
+        self._pause()
+        toolbox, tables, facts = make_pocket_toolbox("test"), [], {}
+        for greedy in (False, True):
+            table = self._answer(questions, toolbox, greedy=greedy)
+            tables.append(table.assign(greedy=greedy))
+            self._add("test", self.config.rl_steps, table, greedy=greedy)
+            facts["pass@1 greedy" if greedy else "pass@1"] = float(table["correct"].mean())
+        pd.concat(tables, ignore_index=True).to_parquet(self.folder / "final.parquet")
+        self._save()
+        save_adapter(self.policy, self.folder / "adapter")
+        return facts | {"n_final": len(questions), "train_sec": round(self.train_sec, 1)}
+
+    def _pause(self) -> None:
+        self.train_sec += time.perf_counter() - self.since
+
+    def _answer(self, questions: Sequence[Question], toolbox: Any, *, greedy: bool) -> pd.DataFrame:
+        c = self.config
+        return evaluate(
+            self.policy, questions, toolbox, limits=self.limits, seed=EVALUATION_SEED, greedy=greedy, temperature=c.temperature
+        )
+
+    def _add(self, split: str, rl_step: int, table: pd.DataFrame, *, greedy: bool) -> None:
+        generated = sum(m.get("generated_tokens", 0) for m in self.metrics)
+        row = {"rl_step": rl_step, "split": split, "greedy": greedy, "n": len(table), "pass@1": float(table["correct"].mean())}
+        self.evals.append(row | {"train_sec": self.train_sec, "generated_tokens": generated})
+
+    def _keep(self, step: int, rollouts: list[Rollout]) -> None:
+        """All rollouts of one question, if possible one with a signal, with log-probabilities after the update."""
+        groups: dict[str, list[Rollout]] = {}
+        for r in rollouts:
+            groups.setdefault(r.question_id, []).append(r)
+        signals = {q: float(np.nanstd([np.nan if r.reward is None else r.reward for r in g])) for q, g in groups.items()}
+        chosen = groups[max(groups, key=lambda q: (signals[q] > 0, sum(len(r.retrievals) for r in groups[q]) > 0))]
+        after = score_rollouts(self.policy, chosen, self.config.temperature)
+        self.kept += [{"rl_step": step, "logps_after": a, "rollout": r.to_dict()} for r, a in zip(chosen, after, strict=True)]
+
+    def _save(self) -> None:
+        pd.DataFrame(self.metrics).to_parquet(self.folder / "metrics.parquet")
+        pd.DataFrame(self.evals).to_parquet(self.folder / "evals.parquet")
+        save_jsonl(self.folder / "rollouts.jsonl", self.kept)
