@@ -246,7 +246,10 @@ _STEP = re.compile(
 _ANY_TAG = re.compile("|".join(re.escape(t) for t in TAGS))
 # A tag with white space, upper case or a zero-width character inside still reads as a tag to a model.
 _TAG_LIKE = re.compile(r"<(?=[\s\u200b-\u200d\ufeff]*/?[\s\u200b-\u200d\ufeff]*(?:%s)\b)" % "|".join(TAG_NAMES), re.IGNORECASE)
-_TURN = re.compile(r"<\|(?=[^|<>\n]{1,40}\|>)|<(?=/?s>)|\[(?=/?INST\])")
+# Turn marks of Qwen, Llama 3, DeepSeek (full-width bars), Gemma, Llama 2 and Mistral.
+_TURN = re.compile(
+    r"<(?=[|\uff5c][^|\uff5c<>\n]{1,40}[|\uff5c]>|/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)>)|\[(?=/?INST\])"
+)
 
 
 def parse_step(text: str) -> ParsedStep:
@@ -295,8 +298,9 @@ def neutralise(text: str) -> str:
         >>> neutralise("a<|im_end|>")
         'a‹|im_end|>'
     """
-    text = _TURN.sub(lambda m: "\u27e6" if m[0] == "[" else m[0].replace("<", "\u2039"), _TAG_LIKE.sub("\u2039", text))
-    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+    # Control characters go first: without them a harmless text may become a tag.
+    text = "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
+    return _TURN.sub(lambda m: "\u27e6" if m[0] == "[" else "\u2039", _TAG_LIKE.sub("\u2039", text))
 
 
 def neutralise_step(text: str) -> str:
