@@ -17,7 +17,7 @@ import torch
 
 from rapo_lib.buffer import Retriever, StepTraceBuffer, import_traces_jsonl, make_traces, select_trajectories
 from rapo_lib.config import ROOT, RunConfig
-from rapo_lib.evaluate import evaluate
+from rapo_lib.evaluate import evaluate, summarise_skills
 from rapo_lib.methods import Method, get_method
 from rapo_lib.policy import Policy, add_lora, load_policy, save_adapter
 from rapo_lib.rollout import SamplingLimits
@@ -156,7 +156,8 @@ class Recorder:
     def _add(self, split: str, rl_step: int, table: pd.DataFrame, *, greedy: bool) -> None:
         generated = sum(m.get("generated_tokens", 0) for m in self.metrics)
         row = {"rl_step": rl_step, "split": split, "greedy": greedy, "n": len(table), "pass@1": float(table["correct"].mean())}
-        self.evals.append(row | {"train_sec": self.train_sec, "generated_tokens": generated})
+        skills = {f"rate_{skill}": rate for skill, rate in summarise_skills(table)[["skill", "rate"]].itertuples(index=False)}
+        self.evals.append(row | {"train_sec": self.train_sec, "generated_tokens": generated} | skills)
 
     def _keep(self, step: int, rollouts: list[Rollout]) -> None:
         """All rollouts of one question, if possible one with a signal, with log-probabilities after the update."""

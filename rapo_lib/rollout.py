@@ -384,11 +384,15 @@ class _Sampler:
         if self.retriever is None:
             return
         began = time.perf_counter()
+        once = getattr(self.retriever, "once_per_rollout", False)
         states = [(r, self.states[self.who[r]]) for r in rows]
         due = [
             (r, s)
             for r, s in states
-            if s.rollout.hybrid and s.steps_left >= 1 and self.when_to_retrieve(s, s.coin_rng)
+            if s.rollout.hybrid
+            and s.steps_left >= 1
+            and not (once and s.rollout.retrievals)
+            and self.when_to_retrieve(s, s.coin_rng)
         ]
         if due:
             found = self.retriever([self._query(s) for _, s in due])
