@@ -36,6 +36,7 @@ import pandas as pd
 
 from rapo_lib.traces import (
     ACTIONS,
+    TAGS,
     Protocol,
     Rollout,
     StepTrace,
@@ -118,7 +119,7 @@ def decompose(rollout: Rollout, question: Question, protocol: Protocol, teacher:
     traces, before = [], []
     for t, step in enumerate(rollout.steps):
         action = parse_step(protocol.decode(step.segments[0].ids)).action
-        if action and len(step.segments) > 1:
+        if action and any("tool" in s.info for s in step.segments[1:]):
             key = history_text(protocol, question.text, before)
             value = "".join(protocol.decode(s.ids) for s in step.segments).strip()
             traces.append(StepTrace(key, value, question.id, teacher, float(rollout.reward), step=t))
@@ -271,6 +272,9 @@ class TfidfEncoder(Encoder):
         ngrams: longest run of words that counts as one feature (1: words; 2: pairs as well).
         max_dim: dimensions at most.
         max_words: words read of a history; a longer one keeps its question and its tail.
+        use_idf, sublinear_tf: off, they give weights without idf, or raw counts. After a step that went wrong the
+            default mostly finds that step again, done right (it costs a step of the budget); raw counts without idf
+            mostly find the step behind it, which passes over the mistake. `bench` prints both shares.
 
     Example:
         >>> encoder = TfidfEncoder()
@@ -284,13 +288,22 @@ class TfidfEncoder(Encoder):
     _WORD = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+")
     _PLACES = 8
 
-    def __init__(self, ngrams: int = 1, max_dim: int = 512, max_words: int = 512) -> None:
+    def __init__(
+        self,
+        ngrams: int = 1,
+        max_dim: int = 512,
+        max_words: int = 512,
+        use_idf: bool = True,
+        sublinear_tf: bool = True,
+    ) -> None:
         self.ngrams, self.max_dim, self.max_words = ngrams, max_dim, max_words
+        self.use_idf, self.sublinear_tf = use_idf, sublinear_tf
         self._learn([], [], 0)
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"ngrams": self.ngrams, "max_dim": self.max_dim, "max_words": self.max_words}
+        names = ("ngrams", "max_dim", "max_words", "use_idf", "sublinear_tf")
+        return {name: getattr(self, name) for name in names}
 
     def fit(self, texts: Sequence[str]) -> None:
         df = Counter(f for text in texts for f in set(self.features(text)))
@@ -320,7 +333,7 @@ class TfidfEncoder(Encoder):
         flat = rows * n_words + np.array([i for ids in found for i in ids], dtype=np.int64)
         cells, counts = np.unique(flat, return_counts=True)  # one cell for each (text, word)
         row, word = np.divmod(cells, max(n_words, 1))
-        weight = (1.0 + np.log(counts)) * self._idf[word]
+        weight = (1.0 + np.log(counts) if self.sublinear_tf else counts) * self._idf[word]
         place = row[:, None] * self.dim + self._columns[word]  # (cells, places)
         dense = np.bincount(place.ravel(), (weight[:, None] * self._signs[word]).ravel(), len(texts) * self.dim)
         return _unit_rows(dense.reshape(len(texts), self.dim))
@@ -336,7 +349,9 @@ class TfidfEncoder(Encoder):
     def _learn(self, vocabulary: Sequence[str], df: Sequence[int], n: int) -> None:
         self._vocabulary = {word: i for i, word in enumerate(vocabulary)}
         self._df, self._n = list(df), n
-        self._idf = 1.0 + np.log((1 + n) / (1 + np.array(df, dtype=np.float64)))
+        self._idf = np.ones(len(df))
+        if self.use_idf:
+            self._idf += np.log((1 + n) / (1 + np.array(df, dtype=np.float64)))
         self.dim = max(1, min(len(vocabulary), self.max_dim))
         if len(vocabulary) <= self.max_dim:
             self._columns = np.arange(len(vocabulary))[:, None]
@@ -356,6 +371,7 @@ class MiniLMEncoder(Encoder):
     Args:
         path: folder of the model; None for the installed package.
         batch_size: texts in one forward pass.
+        remember: texts whose vectors are kept.
 
     Raises:
         ImportError: neither a folder was given nor the package is installed.
@@ -364,13 +380,12 @@ class MiniLMEncoder(Encoder):
     name = "minilm"
     dim = 384
     MAX_TOKENS = 256
-    _REMEMBER = 20_000
 
-    def __init__(self, path: Path | str | None = None, batch_size: int = 32) -> None:
+    def __init__(self, path: Path | str | None = None, batch_size: int = 32, remember: int = 20_000) -> None:
         from transformers import AutoModel, AutoTokenizer
 
         folder = Path(path) if path is not None else _minilm_folder()
-        self.batch_size = batch_size
+        self.batch_size, self.remember = batch_size, remember
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self._model = AutoModel.from_pretrained(folder, local_files_only=True).eval()
         self._weights = _sha256((folder / "model.safetensors").read_bytes())
@@ -394,7 +409,7 @@ class MiniLMEncoder(Encoder):
             fresh.update(zip(batch, self._forward(batch)))
         out = np.stack([fresh[t] if t in fresh else self._seen[t] for t in texts]) if texts else np.zeros((0, self.dim))
         self._seen.update(fresh)
-        while len(self._seen) > self._REMEMBER:
+        while len(self._seen) > self.remember:
             self._seen.popitem(last=False)
         return out.astype(np.float32)
 
@@ -440,7 +455,10 @@ def _unit_rows(dense: np.ndarray) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------- leaks
 
-_NUMBER_OR_WORD = re.compile(r"(?:(?<![\w.])-)?\d+(?:\.\d+)?|[^\W\d_]+")
+# "42km" is a number and a unit, "x2" is one word.
+_NUMBER_OR_WORD = re.compile(r"(?:(?<![\w.])-)?(?<![^\W_])\d+(?:\.\d+)?|[^\W\d_][^\W_]*")
+_MARKUP = re.compile("|".join(map(re.escape, TAGS)) + r"|\\(?!d?frac|tfrac)[a-zA-Z]+")
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _ARTICLES = {"a", "an", "the"}
 
@@ -448,7 +466,8 @@ _ARTICLES = {"a", "an", "the"}
 def answer_span(text: str) -> str:
     """A text as normalised tokens between single spaces, so that `in` finds whole token spans.
 
-    Case, punctuation, articles, thousands separators and trailing zeros do not count; a minus sign does.
+    Case, punctuation, articles, thousands separators, trailing zeros, the protocol's tags and LaTeX commands do not
+    count; a minus sign does.
 
     Example:
         >>> answer_span("The Beatles: 1,000.50")
@@ -456,6 +475,7 @@ def answer_span(text: str) -> str:
         >>> answer_span("5") in answer_span("x = -5"), answer_span("5") in answer_span("7-5")
         (False, True)
     """
+    text = _FRACTION.sub(r" \1/\2 ", _MARKUP.sub(" ", text))
     text = unicodedata.normalize("NFKC", text).casefold().replace("\u2212", "-")
     tokens = _NUMBER_OR_WORD.findall(_THOUSANDS.sub("", text))
     words = [t for t in tokens if t not in _ARTICLES] or tokens  # an answer "A" stays one
@@ -533,6 +553,11 @@ class StepTraceBuffer:
     def question_ids(self) -> list[str]:
         """Questions that the buffer covers, in order; hand them to `check_disjoint` before an evaluation."""
         return list(self._codes)
+
+    @property
+    def question_texts(self) -> list[str]:
+        """Their texts, as the keys hold them (imported traces have ids of their own, so texts are the safer check)."""
+        return list(dict.fromkeys(question_part(t.key) for t in self.traces))
 
     def search(self, texts: Sequence[str], k: int) -> list[list[Hit]]:
         """The k nearest traces of each text by cosine, ties to the lowest number.
@@ -715,10 +740,15 @@ def _read_sidecar(folder: Path) -> dict[str, Any]:
     path = folder / "buffer.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: no step-trace buffer there; build one and save it (notebook 02)")
-    sidecar = json.loads(path.read_text(encoding="utf-8"))
-    if sidecar["format"] != FORMAT:
-        raise ValueError(f"{path}: format {sidecar['format']}, this version reads {FORMAT}; build the buffer again")
-    for name, want in sidecar["sha256"].items():
+    try:
+        sidecar = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}: not JSON ({e.msg}); the file is damaged, build the buffer again") from None
+    if not isinstance(sidecar, dict) or sidecar.get("format") != FORMAT:
+        found = sidecar.get("format") if isinstance(sidecar, dict) else None
+        raise ValueError(f"{path}: format {found}, this version reads {FORMAT}; build the buffer again")
+    for name in _FILES:
+        want = sidecar["sha256"][name]
         data = (folder / name).read_bytes()
         if _sha256(data) != want:
             n = data.count(b"\n")
@@ -737,14 +767,19 @@ def _remake_encoder(sidecar: Mapping[str, Any]) -> Encoder:
 
 def _check_encoder(folder: Path, sidecar: Mapping[str, Any], state: Mapping[str, Any], encoder: Encoder) -> None:
     built = f"{sidecar['encoder']}({', '.join(f'{k}={v}' for k, v in sidecar['settings'].items())})"
-    if (encoder.name, encoder.settings) != (sidecar["encoder"], sidecar["settings"]):
+    if (encoder.name, _as_json(encoder.settings)) != (sidecar["encoder"], sidecar["settings"]):
         raise ValueError(f"{folder} was built with {built}, opened with {encoder.describe()}: use the same or build it again")
-    mine = encoder.state()
+    mine = _as_json(encoder.state())
     if mine and mine != state:
         raise ValueError(
             f"{folder} was built with {built} of state {_state_hash(state)}, opened with {encoder.describe()} of state "
             f"{_state_hash(mine)} (other words or weights): use the same or build it again"
         )
+
+
+def _as_json(value: Any) -> Any:
+    """A value as it comes back from a file (tuples are lists there)."""
+    return json.loads(json.dumps(value))
 
 
 def _state_hash(state: Mapping[str, Any]) -> str:
@@ -952,14 +987,12 @@ def bench(args: Namespace | None = None) -> None:
         for right in (True, False):
             some = [s for s in found if s.right_so_far == right]
             queries[f"{name}, {'right so far' if right else 'with an error'}"] = some[:: max(1, len(some) // 300)]
-    rows = []
-    for make in ENCODERS.values():
-        try:
-            encoder = make()
-        except ImportError as e:
-            print(e)
-            continue
-        rows += _bench_encoder(encoder, traces, queries)
+    encoders: dict[str, Encoder] = {"tfidf": TfidfEncoder(), "raw counts": TfidfEncoder(use_idf=False, sublinear_tf=False)}
+    try:
+        encoders["minilm"] = MiniLMEncoder(remember=0)  # a remembered text costs nothing, which is not what is asked
+    except ImportError as e:
+        print(e)
+    rows = [row for name, encoder in encoders.items() for row in _bench_encoder(name, encoder, traces, queries)]
     leaks = StepTraceBuffer.build(traces).audit_leaks(questions.values()).leaks.mean()
     print(f"{len(traces)} traces of {len({t.question_id for t in traces})} questions; {leaks:.1%} hold their own gold answer")
     print(pd.DataFrame(rows).round(3).to_string(index=False))
@@ -999,7 +1032,7 @@ def _bench_marks(s: _Situation, trace: StepTrace) -> dict[str, bool]:
 
 
 def _bench_encoder(
-    encoder: Encoder, traces: Sequence[StepTrace], queries: Mapping[str, Sequence[_Situation]]
+    name: str, encoder: Encoder, traces: Sequence[StepTrace], queries: Mapping[str, Sequence[_Situation]]
 ) -> list[dict[str, Any]]:
     """One row a kind of query: shares of good answers, milliseconds, seconds, megabytes."""
     tick = time.perf_counter()
@@ -1011,9 +1044,9 @@ def _bench_encoder(
         found = [buffer.search([s.history], 1)[0] for s in situations]
         query_ms = (time.perf_counter() - tick) / max(len(situations), 1) * 1e3
         marks = [_bench_marks(s, traces[hits[0].trace_id]) for s, hits in zip(situations, found) if hits]
-        shares = {name: sum(m[name] for m in marks) / max(len(situations), 1) for name in _BENCH_MARKS}
+        shares = {mark: sum(m[mark] for m in marks) / max(len(situations), 1) for mark in _BENCH_MARKS}
         rows.append(
-            {"encoder": encoder.name, "queries": kind, "n": len(situations)}
+            {"encoder": name, "queries": kind, "n": len(situations)}
             | shares
             | {"ms/query": query_ms, "build s": build_sec, "dim": encoder.dim, "keys": buffer.index.ntotal}
             | {"MB": buffer.index.ntotal * encoder.dim * 4 / 1e6, "cut keys": buffer.cut_keys_frac}

@@ -128,6 +128,8 @@ def test_decompose_makes_one_trace_a_step_and_none_of_the_answer():
     assert traces[2].key == history_text(PROTOCOL, QUESTION.text, r.segments[:4])
     assert {(t.teacher, t.reward, t.question_id, t.n_steps) for t in traces} == {("teacher", 1.0, "q1", 1)}
     assert B.decompose(rollout(steps=[]), QUESTION, PROTOCOL) == []
+    r.segments[1] = Segment("tool", ids("<|im_end|>"))  # appended by the harness: no result was seen
+    assert [t.step for t in B.decompose(r, QUESTION, PROTOCOL)] == [1, 2]
 
 
 def test_decompose_refuses_what_no_teacher_can_have_made():
@@ -155,13 +157,14 @@ def test_several_teachers_share_a_buffer(tmp_path):
 # ------------------------------------------------------------------------------------------------ encoders
 
 
-@pytest.mark.parametrize("ngrams", [1, 2])
-def test_tfidf_weights_are_those_of_scikit_learn(ngrams):
+@pytest.mark.parametrize("ngrams, use_idf, sublinear_tf", [(1, True, True), (2, True, True), (1, False, False), (1, True, False)])
+def test_tfidf_weights_are_those_of_scikit_learn(ngrams, use_idf, sublinear_tf):
     texts = [t.key for t in many(40)]
-    mine = B.TfidfEncoder(ngrams, max_dim=10_000)
+    mine = B.TfidfEncoder(ngrams, max_dim=10_000, use_idf=use_idf, sublinear_tf=sublinear_tf)
     mine.fit(texts)
     pattern = r"\d+(?:\.\d+)?|[^\W\d_]+"
-    theirs = TfidfVectorizer(sublinear_tf=True, token_pattern=pattern, ngram_range=(1, ngrams)).fit(texts)
+    options = {"use_idf": use_idf, "sublinear_tf": sublinear_tf, "ngram_range": (1, ngrams)}
+    theirs = TfidfVectorizer(token_pattern=pattern, **options).fit(texts)
     queries = [*texts, "Kavelo, Kavelo: 3.50 unseen"]
     assert list(theirs.get_feature_names_out()) == list(mine._vocabulary)
     np.testing.assert_allclose(mine.encode(queries), theirs.transform(queries).toarray(), atol=1e-6)
@@ -306,7 +309,7 @@ def test_case_30_the_same_question_can_be_left_out():
     assert B.Retriever(buffer, exclude_same_question=True)([query])[0].trace.question_id == "q2"
     alone = B.StepTraceBuffer.build([trace("red door", question_id="q1")] * 100)
     assert B.Retriever(alone, exclude_same_question=True)([query]) == [None]
-    assert buffer.question_ids == ["q1", "q2"]
+    assert buffer.question_ids == ["q1", "q2"] and buffer.question_texts == ["red door", "red"]
 
 
 def test_case_30_left_out_beyond_the_first_proposals():
@@ -387,6 +390,31 @@ def test_case_29_an_encoder_of_the_users_own_must_be_given(tmp_path):
     assert B.StepTraceBuffer.load(tmp_path, table).search(["B"], 1) == [[(1, 1.0)]]
 
 
+def test_case_29_settings_that_json_changes_still_fit(tmp_path):
+    class Pair(Table):
+        settings = {"sizes": (1, 2)}
+
+    B.StepTraceBuffer.build([trace("A")], Pair({"A": (1, 0)})).save(tmp_path)
+    assert len(B.StepTraceBuffer.load(tmp_path, Pair({"A": (1, 0)}))) == 1
+
+
+@pytest.mark.parametrize("content, message", [("{", "not JSON"), ("{}", "format None"), ("[]", "format None")])
+def test_case_29_a_damaged_sidecar_is_named(tmp_path, content, message):
+    (tmp_path / "buffer.json").write_text(content)
+    with pytest.raises(ValueError, match=f"buffer.json: {message}.*build the buffer again"):
+        B.StepTraceBuffer.load(tmp_path)
+
+
+def test_an_interrupted_save_is_refused(tmp_path, monkeypatch):
+    B.StepTraceBuffer.build(many(20)).save(tmp_path)
+    monkeypatch.setattr(B, "_write_bytes_atomic", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        B.StepTraceBuffer.build(many(30)).save(tmp_path)
+    with pytest.raises(ValueError, match="30 lines, 20 expected.*a save was interrupted"):
+        B.StepTraceBuffer.load(tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_case_29_no_buffer_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="build one"):
         B.StepTraceBuffer.load(tmp_path / "nothing")
@@ -446,6 +474,13 @@ def test_import_names_bad_lines(tmp_path):
         ("5", "is -5", False),
         ("-5", "is \u22125", True),
         ("3.50", "3.5", True),
+        ("2", "x2", False),
+        ("42", "about 42km", True),
+        ("Python", "<python> 1</python><result> 1</result>", False),
+        ("Python", "<result> Python</result>", True),
+        (r"\frac{1}{2}", "it is 1/2", True),
+        (r"\text{Paris}", "paris", True),
+        ("paris", r"\boxed{Paris}", True),
         ("", "anything", False),
         ("?!", "anything", False),
     ],
