@@ -1,0 +1,171 @@
+"""Figures and displays: the same bytes from the same data, labels from one table, and nothing runs that a model wrote."""
+
+import doctest
+import io
+import json
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+
+from rapo_lib import plots, show
+from rapo_lib.config import load_profile
+from rapo_lib.methods import METHODS
+from rapo_lib.objective import high_rising_reward
+from rapo_lib.traces import Protocol, Rollout, Segment
+
+HOSTILE = '</span><script>alert(1)</script><img src=x onerror="alert(2)">\u202e\u200b& \' "'
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    plt.close("all")
+
+
+def curves(n_seeds: int) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    rows = [
+        {"variant": v, "seed": s, "rl_step": t, "pass@1": rng.random() * t / 10, "noise_prob": t / 10, "family": f"f{t % 2}"}
+        for v in ("grpo", "rapo", "rapo-x")
+        for s in range(n_seeds)
+        for t in (0, 5, 10)
+    ]
+    return pd.DataFrame(rows)
+
+
+def rollout(protocol, *parts) -> Rollout:
+    segments = []
+    for i, (origin, text) in enumerate(parts):
+        ids = protocol._encode(text)
+        numbers = ((-0.5,) * len(ids), (0.1 * (i + 1),) * len(ids)) if origin == "policy" else ((), ())
+        segments.append(Segment(origin, ids, *numbers, {"tool": "search", "query": HOSTILE} if origin == "tool" else {}))
+    return Rollout("q1", (1, 2), segments, hybrid=True, end_reason="answer", reward=1.0)
+
+
+@pytest.fixture
+def sample(tiny_tokenizer) -> tuple[Rollout, Protocol]:
+    protocol = Protocol(tiny_tokenizer)
+    step = ("policy", "<think> need</think><search> code 42 hotel</search>")
+    parts = (step, ("tool", "<result> Lumiro</result>"), ("retrieval", "<retrieve><think> x</think></retrieve>"), step, ("policy", HOSTILE))
+    return rollout(protocol, *parts), protocol
+
+
+def png(ax) -> bytes:
+    file = io.BytesIO()
+    ax.figure.savefig(file, metadata={"Software": None})
+    return file.getvalue()
+
+
+def draw_all(sample) -> list:
+    table = curves(5)
+    return [
+        plots.plot_learning_curves(table),
+        plots.plot_noise(table, baseline=table[table.variant == "grpo"]),
+        plots.plot_retrieval_reward(),
+        plots.plot_entropy_around_retrieval([sample[0]]),
+        plots.plot_eval_bars(table),
+        plots.plot_eval_bars(table, by="family"),
+    ]
+
+
+def test_a_figure_drawn_twice_is_byte_equal(sample):
+    first, second = ([png(ax) for ax in draw_all(sample)] for _ in range(2))
+    assert first == second and len(set(first)) == len(first)
+
+
+def test_every_axis_has_a_label_and_legends_name_n(sample):
+    for ax in draw_all(sample)[:2]:
+        assert ax.get_xlabel() and ax.get_ylabel() == "pass@1 without retrieval (%)"
+        assert [t.get_text().split(" (n = ")[0] for t in ax.get_legend().get_texts()][:2] == ["GRPO", "RAPO"]
+        assert "(n = 5)" in ax.get_legend().get_texts()[0].get_text()
+
+
+@pytest.mark.parametrize(("n", "bands", "points"), [(1, 0, 0), (3, 0, 3), (5, 3, 3), (12, 3, 0)])
+def test_bands_from_five_seeds_and_points_below_ten(n, bands, points):
+    ax = plots.plot_learning_curves(curves(n))
+    assert len(ax.collections) == bands
+    assert sum(line.get_marker() == "." for line in ax.lines) == points
+
+
+def test_a_method_looks_the_same_everywhere_and_unlike_the_others():
+    assert len(set(plots.STYLES.values())) == len(plots.STYLES)
+    for name in METHODS:
+        assert plots.style_of(name) == plots.style_of(name)
+    line = plots.plot_learning_curves(curves(1)).lines[0]
+    bar = plots.plot_eval_bars(curves(1)).patches[0]
+    colour = plots.STYLES["grpo"][0]
+    assert line.get_color() == colour and matplotlib.colors.to_hex(bar.get_facecolor()) == colour
+
+
+def test_the_reward_is_an_argument():
+    ours, inverted = plots.plot_retrieval_reward(), plots.plot_retrieval_reward(high_rising_reward)
+    assert ours.texts[0].get_text() == "0.457" and inverted.texts[0].get_text() == "-0.457"
+
+
+def test_entropies_stand_on_their_side_of_the_retrieval(sample):
+    places = plots._around([sample[0]], 2)
+    assert list(places) == [-1, 1, 2]
+    assert places[-1][0] == pytest.approx(0.1) and places[1][0] == pytest.approx(0.4) and places[2][0] == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="no rollout holds a retrieval"):
+        plots.plot_entropy_around_retrieval([Rollout("q", ())])
+
+
+def test_missing_columns_are_named():
+    with pytest.raises(ValueError, match="no column 'entropy'; it has: variant"):
+        plots.plot_learning_curves(curves(1), "entropy")
+    with pytest.raises(ValueError, match="empty"):
+        plots.plot_eval_bars(curves(1).iloc[:0])
+
+
+def test_saved_figures_hold_no_version(tmp_path):
+    ax = plots.plot_learning_curves(curves(1))
+    plots.save_figure(ax.figure, tmp_path / "new" / "a.png")
+    assert b"Software" not in (tmp_path / "new" / "a.png").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------ show
+
+
+def displayed(monkeypatch) -> list[dict]:
+    shown: list[dict] = []
+    monkeypatch.setattr(show, "display", lambda data, raw: shown.append(data))
+    return shown
+
+
+def test_examples_in_docstrings():
+    assert doctest.testmod(show).failed == 0
+
+
+def test_the_live_source_is_shown(monkeypatch):
+    shown = displayed(monkeypatch)
+    show.show_source(load_profile)
+    show.show_source(Rollout)
+    assert "def load_profile" in shown[0]["text/plain"] and shown[0]["text/plain"].startswith("# rapo_lib/config.py, line ")
+    assert "load_profile" in shown[0]["text/html"] and "class Rollout" in shown[1]["text/plain"]
+
+
+def test_what_a_model_wrote_is_never_interpreted(monkeypatch, sample):
+    shown = displayed(monkeypatch)
+    show.show_rollout(*sample)
+    show.show_aligned_rows(*sample, n=10_000)
+    for page in (s["text/html"] for s in shown):
+        assert "<script" not in page and "<img" not in page and 'onerror="' not in page
+        assert "\u202e" not in page and "\u200b" not in page
+    assert "&lt;script&gt;" in shown[0]["text/html"].replace("<wbr>", "") and "retrieved fraction" in shown[0]["text/html"]
+    assert all("\u202e" not in s["text/plain"] for s in shown)
+    assert shown[0]["text/plain"].splitlines()[1].startswith("[tool] <result>")
+
+
+def test_rows_are_aligned(sample):
+    r, protocol = sample
+    table = show.aligned_rows(r, protocol)
+    assert list(table["id"]) == r.completion_ids and list(table["mask"]) == r.policy_mask
+    assert (table["origin"].eq("policy") == table["mask"].astype(bool)).all()
+    assert table["entropy"].isna().eq(table["mask"] == 0).all()
+    assert sorted(table["step"].unique()) == [0, 1, 2, 3]
+    json.dumps(table["token"].tolist())
