@@ -1,6 +1,6 @@
 """Figures: one look, one colour and line style a method in all notebooks, labels from one table.
 
-Notebooks 05 to 99 use this module. Every function draws into an axes (a new one by default) and returns
+Notebooks 00 to 99 use this module. Every function draws into an axes (a new one by default) and returns
 it. Bands are 95 % bootstrap intervals over seeds (five seeds or more), single seeds are drawn when there
 are fewer than ten; the number of seeds stands in the legend. The same data give the same bytes.
 """
@@ -19,6 +19,7 @@ import seaborn as sns
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.ticker import PercentFormatter
 
 from rapo_lib.objective import retrieval_reward
@@ -293,3 +294,116 @@ def _bar(ax: Axes, x: float, values: np.ndarray, width: float, colour: str, labe
     if 1 < len(values) < 10:
         spread = np.linspace(-0.25, 0.25, len(values)) * width
         ax.plot(x + spread, values, linestyle="", marker="o", ms=3.5, color="black", alpha=0.6)
+
+
+# ------------------------------------------------------------------------------------------ the idea
+
+#: Edge and fill of each part of the figure of the idea; peeked steps are also dashed, so that colour is not needed.
+_PARTS = {
+    "own": ("#0173B2", "#D6E8F5", "-"),
+    "peek": ("#DE8F05", "#FBE3BF", "--"),
+    "plain": ("#222222", "white", "-"),
+    "past": ("#949494", "#EEEEEE", "-"),
+    "good": ("#029E73", "#D3EFE5", "-"),
+    "bad": ("#D55E00", "#F9DFCF", "-"),
+}
+
+
+def plot_idea(ax: Axes | None = None) -> Axes:
+    """The idea of RAPO in one figure: teacher, step-trace buffer, rollouts, rewards, policy."""
+    if ax is None:
+        ax = plt.figure(figsize=SIZES[4], dpi=100).add_axes((0, 0, 1, 1))
+    ax.set(xlim=(0, 100), ylim=(0, 64))
+    ax.axis("off")
+    with plt.rc_context({"font.family": "DejaVu Sans"}):  # comes with matplotlib, so texts fit their boxes everywhere
+        _idea_teacher(ax)
+        _idea_buffer(ax)
+        _idea_rollouts(ax)
+        _idea_rewards(ax)
+    return ax
+
+
+def _idea_teacher(ax: Axes) -> None:
+    _idea_head(ax, 2, 61, 1, "A teacher writes the notes")
+    _idea_box(ax, 1, 48, 12, 7, "teacher", "plain", 11)
+    for kind, y in (("good", 54.5), ("bad", 50), ("good", 45.5)):
+        for k in range(4):
+            _idea_box(ax, 19 + 4.4 * k, y, 3.6, 3, "", "peek" if kind == "good" else "past")
+        mark = "✓" if kind == "good" else "✗"
+        ax.text(38.3, y + 1.5, mark, fontsize=14, ha="center", va="center", color=_PARTS[kind][0], fontweight="bold")
+    ax.text(27.6, 43.2, "only correct trajectories are kept", fontsize=9.5, ha="center", va="center")
+    _idea_arrow(ax, (13.4, 51.5), (18.2, 51.5))
+
+
+def _idea_buffer(ax: Axes) -> None:
+    _idea_head(ax, 53, 61, 2, "The step-trace buffer: the book of notes")
+    _idea_box(ax, 52, 43, 46, 15, "", "peek", line=2.0, fill="#FFFAF0", dash="-")
+    ax.text(63.5, 56, "key: the history so far", fontsize=9.5, ha="center", va="center")
+    ax.text(87.5, 56, "value: the next step", fontsize=9.5, ha="center", va="center")
+    for n, y in ((1, 52), (2, 48.4), (3, 44.8)):
+        for k in range(n):
+            _idea_box(ax, 56 + 4.4 * k, y, 3.6, 2.4, "", "past")
+        _idea_arrow(ax, (72.5, y + 1.2), (82, y + 1.2), color="#949494")
+        _idea_box(ax, 85.6, y, 3.6, 2.4, "", "peek")
+    _idea_arrow(ax, (40.8, 51.5), (51.2, 51.5))
+    ax.text(46, 53, "cut into steps", fontsize=9.5, ha="center", va="center")
+
+
+def _idea_rollouts(ax: Axes) -> None:
+    _idea_head(ax, 2, 39, 3, "The policy answers, in training")
+    _idea_box(ax, 1, 23.5, 12, 9, "policy\n(student)", "own", 11)
+    for y, name, steps, kind in (
+        (31, "hybrid rollout", ("own", "own", "peek", "own", "own"), "good"),
+        (21.5, "on-policy rollout", ("own",) * 5, "bad"),
+    ):
+        _idea_arrow(ax, (13.4, 28), (18.2, y + 2.2))
+        ax.text(19, y + 5.7, name, fontsize=10, ha="left", va="center")
+        for k, step in enumerate(steps):
+            _idea_box(ax, 19 + 11.4 * k, y, 9.4, 4.4, f"{step} step" if step == "own" else "peek", step, 9.5)
+            _idea_arrow(ax, (28.7 + 11.4 * k, y + 2.2), (30.1 + 11.4 * k, y + 2.2), head=8)
+        word = "right answer" if kind == "good" else "wrong answer"
+        _idea_box(ax, 76, y, 14, 4.4, word, kind, 9.5)
+    _idea_arrow(ax, (40, 35.9), (57, 42.4), color="#666666", style=":")
+    ax.text(44.5, 40.2, "asks with its\nhistory", fontsize=9.5, ha="right", va="center", color="#666666", linespacing=1.1)
+    _idea_arrow(ax, (66, 42.4), (48.5, 35.9), color=_PARTS["peek"][0])
+    ax.text(46.5, 29.4, "read, but not trained on", fontsize=9, ha="center", va="center", color="#9A6200")
+    ax.text(62.5, 38.4, "the nearest key's step comes back", fontsize=9.5, ha="left", va="center", color="#9A6200")
+
+
+def _idea_rewards(ax: Axes) -> None:
+    _idea_head(ax, 20.5, 16.5, 4, "Two rewards, one update")
+    _idea_box(ax, 19, 3, 20, 10, "outcome reward $R$\nwas the answer right?", "good", 10)
+    _idea_box(ax, 43, 3, 31, 10, "", "peek", dash="-")
+    ax.text(62, 8, "retrieval reward $Z_{ret}$\nunsure before the peek,\nsure after it?", fontsize=10, ha="center", va="center", linespacing=1.3)
+    for x, height, label in ((46, 6, "before"), (50, 2, "after")):
+        ax.bar(x, height, 2.4, 5.4, color=_PARTS["own"][0])
+        ax.text(x, 4.3, label, fontsize=7.5, ha="center", va="center")
+    _idea_box(ax, 78, 3, 20, 10, "advantage\n$(1 + a\\,A_{ret})\\,A_{acc}$", "plain", 10)
+    ax.text(41, 8, "and", fontsize=10, ha="center", va="center")
+    _idea_arrow(ax, (74.3, 8), (77.5, 8))
+    ax.plot([88, 88, 7], [2.6, 1, 1], color="#222222", lw=1.8, solid_joinstyle="round")
+    _idea_arrow(ax, (7, 1), (7, 22.8))
+    ax.text(8.2, 9, "learn", fontsize=10, ha="left", va="center", style="italic")
+
+
+def _idea_head(ax: Axes, x: float, y: float, number: int, text: str) -> None:
+    circle = {"boxstyle": "circle,pad=0.25", "fc": "#222222", "ec": "none"}
+    ax.text(x, y, str(number), fontsize=10, color="white", fontweight="bold", ha="center", va="center", bbox=circle)
+    ax.text(x + 2.4, y, text, fontsize=12, fontweight="bold", ha="left", va="center")
+
+
+def _idea_box(
+    ax: Axes, x: float, y: float, w: float, h: float, text: str, part: str, size: float = 10, *,
+    line: float = 1.6, fill: str = "", dash: str = "",
+) -> None:
+    edge, inside, style = _PARTS[part]
+    shape = f"round,pad=0,rounding_size={min(1.0, h / 4)}"
+    ax.add_patch(FancyBboxPatch((x, y), w, h, boxstyle=shape, fc=fill or inside, ec=edge, lw=line, ls=dash or style))
+    ax.text(x + w / 2, y + h / 2, text, fontsize=size, ha="center", va="center", linespacing=1.3)
+
+
+def _idea_arrow(
+    ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str = "#222222", style: str = "-", head: float = 14
+) -> None:
+    line = {"arrowstyle": "-|>", "mutation_scale": head, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
+    ax.add_patch(FancyArrowPatch(start, end, color=color, linestyle=style, **line))
