@@ -58,13 +58,15 @@ _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])")
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # Punctuation goes, except what belongs to a number, a time or a power: 3.14, -5, 12:30, 1/2, 50%, 2^10.
 _PUNCTUATION = re.compile(
-    r"(?<=\d)[.:/*+=](?=\d)|(?<!\w)-(?=\s*[$\u20ac\u00a3]?\s*[\d.])|(?<![\w.])\.(?=\d)|(?<=\d)%|\^"
-    r"|(?P<between>(?<=\d)[^\w\s](?=\d))|(?P<drop>[^\w\s])"
+    r"(?P<between>(?<=\d)(?:[^\w\s.:/*+=^%]|[^\w\s^]{2,})(?=\d))"
+    r"|(?<=\d)[.:/*+=](?=\d)|(?<!\w)-(?=\s*[$\u20ac\u00a3]?\s*\.?\d)|(?<![\w.])\.(?=\d)"
+    r"|(?:(?<=\d)|(?<=\d\.))%|(?<=\de)-(?=\d)|\^"
+    r"|(?P<drop>[^\w\s])"
 )
 
 
 def _plain(text: str) -> str:
-    r"""One kind of minus, digit and space; no `\text`, no thousands separators; `10\u00b2` becomes 10^{2}, never 102."""
+    r"""One kind of minus, digit and space; no `\text`, no thousands separators; a raised 2 becomes ^{2}."""
     text = _VULGAR.sub(" ", _SUPERSCRIPT.sub(lambda m: f"^{{{m[0]}}}", text))
     text = _TEXT_COMMAND.sub(r"\1", text)
     text = unicodedata.normalize("NFKC", text).translate(_MINUS).strip()
@@ -73,7 +75,9 @@ def _plain(text: str) -> str:
 
 
 def _without_mark(m: re.Match[str]) -> str:
-    return " " if m["between"] else "" if m["drop"] else m[0]
+    if m["between"]:
+        return " -" if m[0][1:].endswith("-") else " "
+    return "" if m["drop"] else m[0]
 
 
 @lru_cache(maxsize=65_536)
@@ -120,9 +124,11 @@ def f1(pred: str, gold: str) -> float:
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(-?\d+)\s*\}|(\d))")
 _NUMBER = re.compile(
     r"(?P<sign>[-+]?)\s*[$\u20ac\u00a3]?\s*(?:(?P<whole>\d+)\s+(?=\d+/\d))?"
-    r"(?:(?P<num>\d+)/(?P<den>\d+)|(?P<dec>\d+\.?\d*|\.\d+)(?:e(?P<exp>[-+]?\d{1,3})|\s*[x*]\s*10\s*\^\s*(?P<pow>[-+]?\d{1,3}))?)"
+    r"(?:(?P<num>\d+)/(?P<den>\d+)|(?P<dec>\d+\.?\d*|\.\d+)"
+    r"(?:e(?P<exp>[-+]?\d{1,3})|\s*[x*]\s*10\s*\^\s*(?P<pow>[-+]?\d{1,3}))?)"
     r"\s*(?P<percent>%?)\s*[\u20ac\u00a3]?"
 )
+_BRACED_POWER = re.compile(r"10\^\{([-+]?\d+)\}")
 _SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _TIME = re.compile(r"\d+\s*:\s*\d+")
 
@@ -142,7 +148,8 @@ def parse_number(text: str) -> Fraction | None:
         return None
     text = _plain(text).strip("$ ").replace("\u00d7", "x").replace(r"\times", "x").replace(r"\%", "%")
     text = text.removeprefix(r"\(").removesuffix(r"\)").replace(r"\,", "").replace("{,}", "")
-    text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text).replace("10^{", "10^").rstrip("}").rstrip(".")
+    text = _FRACTION.sub(lambda m: f" {m[1] or m[2]}/{m[3] or m[4]}", text)
+    text = _BRACED_POWER.sub(r"10^\1", text).rstrip(".")
     if _SPACED.fullmatch(text):
         text = text.replace(" ", "")
     m = _NUMBER.fullmatch(text.strip("$ ").casefold())
@@ -173,8 +180,10 @@ def answers_equal(pred: str, gold: str) -> bool:
         gold: one gold answer.
 
     Example:
-        >>> [answers_equal(p, g) for p, g in [("1e3", "1,000"), ("-5", "5"), (r"\frac{1}{2}", "0.5"), ("12:30", "12:45")]]
-        [True, False, True, False]
+        >>> answers_equal("1e3", "1,000"), answers_equal(r"\frac{1}{2}", "0.5")
+        (True, True)
+        >>> answers_equal("-5", "5"), answers_equal("12:30", "12:45")
+        (False, False)
     """
     if not pred.strip() or not gold.strip():
         return False

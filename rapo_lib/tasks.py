@@ -62,7 +62,8 @@ def load_questions(path: Path | str) -> list[Question]:
     """Read questions from JSONL: `id`, `text`, `answer` and, if known, family, split, max_steps, info.
 
     Raises:
-        ValueError: names file, row and column when one is missing, empty, of another type or unknown, or an id stands twice.
+        ValueError: names file, row and column when one is missing, empty, of another type or unknown, or an
+            id stands twice.
     """
     return make_questions(load_jsonl(path), str(path))
 
@@ -137,7 +138,8 @@ def load_verl_questions(path: Path | str, split: str = "") -> list[Question]:
             users = [m["content"] for m in r["prompt"] if m["role"] == "user"]
             gold = r["reward_model"]["ground_truth"]
         except (KeyError, TypeError) as e:
-            raise ValueError(f"{path}, row {n}: not verl format ({e!r}); needs prompt and reward_model.ground_truth") from None
+            need = "needs prompt and reward_model.ground_truth"
+            raise ValueError(f"{path}, row {n}: not verl format ({e!r}); {need}") from None
         info = dict(r.get("extra_info") or {})
         answer = [str(a) for a in gold] if isinstance(gold, list) else str(gold)
         name = f"{r.get('data_source') or 'row'}-{info.get('index', n)}"
@@ -146,7 +148,9 @@ def load_verl_questions(path: Path | str, split: str = "") -> list[Question]:
     return make_questions((row_of(n, r) for n, r in enumerate(pq.read_table(path).to_pylist(), 1)), str(path))
 
 
-def load_hub_questions(name: str, split: str, text: str = "question", answer: str = "answer", **kwargs: Any) -> list[Question]:
+def load_hub_questions(
+    name: str, split: str, text: str = "question", answer: str = "answer", **kwargs: Any
+) -> list[Question]:
     """Questions of a Hugging Face dataset.
 
     Args:

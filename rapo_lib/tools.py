@@ -81,7 +81,8 @@ class SearchTool:
         ValueError: no documents, or a row without title or text.
 
     Example:
-        >>> tool = SearchTool([{"title": "capital of Mora", "text": "Lumiro"}, {"title": "capital of Veka", "text": "Tal"}])
+        >>> facts = {"capital of Mora": "Lumiro", "capital of Veka": "Tal"}
+        >>> tool = SearchTool([{"title": title, "text": text} for title, text in facts.items()])
         >>> [r.text for r in tool.run(["capital of Veka", "xyz"])]
         ['Tal', 'none']
     """
@@ -211,8 +212,11 @@ class HTTPSearchTool:
             contents = [h["document"]["contents"] for h in hits]
         except (KeyError, TypeError):
             raise ValueError(f"{self.url}: a hit has no document.contents: {hits[0]!r:.200}") from None
-        titled = (c.partition("\n") for c in contents)
-        return ToolResult("\n".join(f"Doc {n} (Title: {t.strip()}) {text.strip()}" for n, (t, _, text) in enumerate(titled, 1)))
+        lines = []
+        for n, content in enumerate(contents, 1):
+            title, _, text = content.partition("\n")
+            lines.append(f"Doc {n} (Title: {title.strip()}) {text.strip()}")
+        return ToolResult("\n".join(lines))
 
 
 # -------------------------------------------------------------------------------------------------- browse
@@ -236,7 +240,8 @@ class BrowseTool:
     def __init__(self, pages: Sequence[Mapping[str, Any]]) -> None:
         self._pages: dict[str, Mapping[str, Any]] = {}
         for n, page in enumerate(pages):
-            if not isinstance(page.get("title"), str) or not all(isinstance(page.get(k), Mapping) for k in ("entries", "links")):
+            mappings = all(isinstance(page.get(k), Mapping) for k in ("entries", "links"))
+            if not (mappings and isinstance(page.get("title"), str)):
                 raise ValueError(f"page {n} needs title, entries and links: {dict(page)!r:.200}")
             key = _plain(page["title"])
             if key in self._pages:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 #: The worker sees these variables only; whatever else the environment holds (tokens, keys) stays out.
-_KEPT_ENV = ("PATH", "PYTHONPATH", "MONTY_BIN", "HOME", "USERPROFILE", "SYSTEMROOT", "TEMP", "TMP", "TMPDIR", "LANG", "LC_ALL")
+_KEPT_ENV = tuple("PATH PYTHONPATH MONTY_BIN HOME USERPROFILE SYSTEMROOT TEMP TMP TMPDIR LANG LC_ALL".split())
 _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
@@ -96,7 +96,10 @@ class Worker:
             pass  # the process is gone; reading its reply says so
 
     def _read_line(self) -> bytes | None:
-        """The next line, None when the process is gone. (Pipes are unbuffered: a buffer has a lock, which a fork can freeze.)"""
+        """The next line, None when the process is gone.
+
+        The pipes have no buffer of Python's: such a buffer has a lock, which a fork can leave locked for ever.
+        """
         while b"\n" not in self._unread:
             data = self._process.stdout.read(1 << 16)
             if not data:

@@ -124,7 +124,6 @@ def test_case_12_boxes():
 @given(st.text(max_size=40), st.text(max_size=40))
 @settings(max_examples=150, deadline=None)
 def test_text_scores_hold_for_any_text(a, b):
-    assert normalise_answer(normalise_answer(a)) == normalise_answer(a)
     assert exact_match(a, b) == exact_match(b, a)
     assert f1(a, b) == f1(b, a) and 0.0 <= f1(a, b) <= 1.0
     assert exact_match(a, a) == bool(normalise_answer(a))
@@ -198,7 +197,10 @@ def test_case_11_a_policy_that_writes_a_result_breaks_the_format(protocol):
 
 def test_case_13_a_prompt_that_ends_in_think_does_not_break_the_format(protocol):
     rollout = make_rollout(
-        protocol, SEARCH.removeprefix("<think>"), ("tool", "<result> 42</result>"), r" done</think><answer> \boxed{ 42}</answer>"
+        protocol,
+        SEARCH.removeprefix("<think>"),
+        ("tool", "<result> 42</result>"),
+        r" done</think><answer> \boxed{ 42}</answer>",
     )
     assert pocket_reward(rollout, QUESTION, protocol) == 1.0
 
@@ -229,7 +231,8 @@ def test_only_a_rollout_that_ended_with_an_answer_is_right(protocol):
 
 
 def test_the_released_reward_adds_a_tenth_for_both_tools(protocol):
-    rollout = make_rollout(protocol, SEARCH, ("tool", "<result> x</result>"), SEARCH, ("tool", "<result> y</result>"), r"<answer> \boxed{ 42}</answer>")
+    call = (SEARCH, ("tool", "<result> x</result>"))
+    rollout = make_rollout(protocol, *call, *call, r"<answer> \boxed{ 42}</answer>")
     assert released_reward(rollout, QUESTION, protocol) == 1.0
     rollout.segments[3] = replace(rollout.segments[3], info={"tool": "python"})
     assert released_reward(rollout, QUESTION, protocol) == pytest.approx(1.1)

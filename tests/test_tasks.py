@@ -18,7 +18,8 @@ def write(tmp_path, *rows):
 
 
 def test_rows_become_questions(tmp_path):
-    full = ROW | {"id": "q2", "answer": ["a", "b"], "family": "web", "split": "test", "max_steps": 4, "info": {"n_hard": 1}}
+    full = ROW | {"id": "q2", "answer": ["a", "b"], "family": "web", "split": "test"}
+    full |= {"max_steps": 4, "info": {"n_hard": 1}}
     first, second = load_questions(write(tmp_path, ROW, full))
     assert first == Question("q1", "capital of Mora?", "Lumiro") and first.answers == ("Lumiro",)
     assert second.answers == ("a", "b") and second.max_steps == 4 and second.info["n_hard"] == 1

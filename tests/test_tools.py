@@ -9,7 +9,16 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from rapo_lib.sandbox import Sandbox, SandboxLimits
-from rapo_lib.tools import BrowseTool, HTTPSearchTool, PythonTool, SearchTool, Toolbox, ToolResult, make_pocket_toolbox, say_repeated
+from rapo_lib.tools import (
+    BrowseTool,
+    HTTPSearchTool,
+    PythonTool,
+    SearchTool,
+    Toolbox,
+    ToolResult,
+    make_pocket_toolbox,
+    say_repeated,
+)
 
 DOCUMENTS = [
     {"title": "capital of Mora", "text": "Lumiro"},
@@ -133,7 +142,7 @@ def test_case_36_a_tool_that_always_fails_warns_with_the_first_real_error():
         warnings.simplefilter("error")
         box.run([("search", f"q{i}") for i in range(4)] + [("python", "1")])
     assert box.health() == []
-    with pytest.warns(RuntimeWarning, match="search: all 5 calls failed; first error: ConnectionError: no route .* for q0"):
+    with pytest.warns(RuntimeWarning, match="search: all 5 calls failed; first error: ConnectionError: .* for q0"):
         box.run([("search", "q9")])
     assert box.health() == ["search: all 5 calls failed; first error: ConnectionError: no route to the corpus for q0"]
     assert box.counts["search"].failures_frac == 1.0 and box.counts["python"].failures_frac == 0.0
