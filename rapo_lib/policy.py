@@ -423,10 +423,10 @@ class GenericDecoder(_DecoderBase):
 
     @torch.inference_mode()
     def keep(self, slots: Sequence[int]) -> None:
-        into, source = _moves(slots)
         for store in (self.cache.keys, self.cache.values):
             for layer in store.values():
-                layer[into] = layer[source]
+                for into, source in _moves(slots):
+                    layer[into].copy_(layer[source])
 
     def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | None, want_logits: bool) -> Tensor:
         ids, positions = ids.to(self.device), positions.to(self.device)
@@ -437,9 +437,8 @@ class GenericDecoder(_DecoderBase):
         return out.logits[:, -1].float() if want_logits else out.last_hidden_state
 
 
-def _moves(slots: Sequence[int]) -> tuple[list[int], list[int]]:
-    pairs = [(i, s) for i, s in enumerate(slots) if i != s]
-    return [i for i, _ in pairs], [s for _, s in pairs]
+def _moves(slots: Sequence[int]) -> list[tuple[int, int]]:
+    return [(i, s) for i, s in enumerate(slots) if i != s]
 
 
 class FusedDecoder(_DecoderBase):
@@ -521,12 +520,10 @@ class FusedDecoder(_DecoderBase):
 
     @torch.inference_mode()
     def keep(self, slots: Sequence[int]) -> None:
-        into, source = _moves(slots)
-        if into:
-            into, source = torch.tensor(into), torch.tensor(source)
-            for cache in self.cache:
-                used = cache[:, :, :, : self.used]
-                used.index_copy_(1, into, used.index_select(1, source))
+        for cache in self.cache:
+            used = cache[:, :, :, : self.used]
+            for into, source in _moves(slots):  # a loop: index_select would first copy the whole slice
+                used[:, into].copy_(used[:, source])
 
     def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | None, want_logits: bool) -> Tensor:
         n, c = ids.shape
