@@ -172,6 +172,7 @@ def _is_math(text: str) -> bool:
     return bool(_MATH.search(text)) and not (_TIME.search(text) or _WORD.search(text))
 
 
+@lru_cache(maxsize=65_536)
 def answers_equal(pred: str, gold: str) -> bool:
     r"""Whether two answers mean the same: as numbers, else as text, else (LaTeX-like ones) as mathematics.
 

