@@ -207,6 +207,7 @@ def grpo_config(
         **loss,
         **saving,
         beta=config.kl_coef,
+        use_bias_correction_kl=False,  # TRL multiplies the KL by the ratio, which is shaped here; Eq. 11 does not
         scale_rewards="group",
         temperature=config.temperature,
         max_completion_length=config.max_completion,
