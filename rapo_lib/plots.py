@@ -170,10 +170,10 @@ def plot_noise(table: pd.DataFrame, *, metric: str = "pass@1", baseline: pd.Data
     """
     ax = plot_learning_curves(table, metric, x="noise_prob", ax=ax)
     if baseline is not None:
-        _need(baseline, (metric, "variant"))
+        _need(baseline, (metric, "variant", "seed"))
         for variant, part in baseline.groupby("variant", sort=False):
             colour, line = style_of(str(variant))
-            label = f"{label_of(str(variant))} (n = {len(part)})"
+            label = f"{label_of(str(variant))} (n = {part['seed'].nunique()})"
             ax.axhline(part[metric].mean(), color=colour, linestyle=line, lw=2, label=label)
     ax.set_xticks(sorted(table["noise_prob"].unique()))
     ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
@@ -277,13 +277,16 @@ def plot_eval_bars(
             if len(values):
                 place = j + (i + 0.5) * width - 0.4
                 _bar(ax, place, values, width, colour, f"{label_of(str(variant))} (n = {len(values)})" if j == 0 else None)
-    places = [(i + 0.5) * width - 0.4 for i in range(len(variants))] if by is None else range(len(ticks))
-    names = [label_of(str(v)) for v in variants] if by is None else list(map(str, ticks))
-    ax.set_xticks(list(places), names)
+    if by is None:
+        names = [f"{label_of(str(v))}\n(n = {table.loc[table[group] == v, 'seed'].nunique()})" for v in variants]
+        ax.set_xticks([(i + 0.5) * width - 0.4 for i in range(len(variants))], names)
+    else:
+        ax.set_xticks(range(len(ticks)), list(map(str, ticks)))
+        ax.set_xlabel(by.replace("_", " "))
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=min(4, len(variants)))  # above the bars, not on them
     _name_axis(ax, "y", metric)
-    ax.set_xlabel("" if by is None else by.replace("_", " "))
+    ax.set_ylim(bottom=min(0.0, float(table[metric].min())))
     ax.grid(axis="x", visible=False)
-    ax.legend()
     return ax
 
 

@@ -1,0 +1,159 @@
+"""Source notebooks: parameters, no outputs, short cells, no typed results, and only functions that exist."""
+
+import ast
+import importlib
+import re
+
+import nbformat
+import pytest
+
+from rapo_lib.config import ROOT
+from rapo_lib.driver import declared_parameters
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TAGS = {"parameters", "setup", "idea", "result", "check", "exercise"}
+#: A percentage or a measured duration in prose is a result unless its line says where it comes from.
+RESULT = re.compile(r"\d+(?:\.\d+)?\s*(?:%|percent\b|points?\b)|\bpass@1\s*(?:of|is|=|:)\s*\d", re.IGNORECASE)
+SOURCED = re.compile(r"arXiv|paper|interval|Eq\.|Fig\.|Table|probability|confidence|design|by definition|at most|at least|\{", re.IGNORECASE)
+PATHS = re.compile(r"(?<![\w.:/])/(?:root|home|work|tmp|Users|mnt|content|farm)/|[A-Z]:\\\\")
+INSTALLS = re.compile(r"^\s*[!%]\s*(?:pip|conda|mamba|apt)|notebook_login|login\(|subprocess.*\bpip\b", re.MULTILINE)
+
+
+def test_there_are_no_or_all_notebooks():
+    assert not NOTEBOOKS or len(NOTEBOOKS) >= 9, [p.name for p in NOTEBOOKS]
+    assert not NOTEBOOKS or NOTEBOOKS[-1].stem == "99_report"
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda p: p.stem)
+def nb(request) -> nbformat.NotebookNode:
+    return nbformat.read(request.param, as_version=4)
+
+
+def code(nb) -> list:
+    return [c for c in nb.cells if c.cell_type == "code"]
+
+
+def test_valid_with_unique_ids_and_kernel_python3(nb):
+    nbformat.validate(nb)
+    ids = [c.id for c in nb.cells]
+    assert len(set(ids)) == len(ids)
+    assert nb.metadata.kernelspec.name == "python3" and nb.metadata.kernelspec.language == "python"
+    assert "widgets" not in nb.metadata and "papermill" not in nb.metadata and "rapo" not in nb.metadata
+
+
+def test_one_parameters_cell_that_takes_the_profile(nb):
+    assert "profile" in declared_parameters(nb)
+    first = code(nb)[0]
+    assert "parameters" in first.metadata.tags, "the parameters cell comes before other code"
+
+
+def test_no_outputs_and_no_counts(nb):
+    for cell in code(nb):
+        assert cell.outputs == [] and cell.execution_count is None
+        assert not set(cell.metadata) - {"tags"}, f"cell metadata: {sorted(cell.metadata)}"
+
+
+def test_cells_are_short_tagged_and_introduced(nb):
+    for i, cell in enumerate(nb.cells):
+        if cell.cell_type != "code":
+            continue
+        assert len(cell.source.splitlines()) <= 25, cell.source.splitlines()[0]
+        tags = set(cell.metadata.get("tags", []))
+        assert tags and tags <= TAGS, f"tags {sorted(tags)} of: {cell.source.splitlines()[0]}"
+        assert cell.source.strip(), "an empty code cell"
+        introduced = i and nb.cells[i - 1].cell_type == "markdown"
+        assert introduced or "setup" in tags, f"no markdown before: {cell.source.splitlines()[0]}"
+
+
+def test_code_parses_and_keeps_to_the_rules(nb):
+    for cell in code(nb):
+        tree = ast.parse(cell.source)
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.ClassDef), f"class {getattr(node, 'name', '')} belongs into rapo_lib"
+            assert not (isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names)), "star import"
+            assert not (isinstance(node, ast.If) and isinstance(node.test, ast.Constant)), "if with a constant"
+        assert not INSTALLS.search(cell.source), cell.source
+
+
+def test_no_absolute_paths(nb):
+    for cell in nb.cells:
+        assert not PATHS.search(cell.source), PATHS.search(cell.source)
+
+
+def test_prose_holds_no_result_numbers(nb):
+    for cell in nb.cells:
+        if cell.cell_type == "markdown" and "Check yourself" not in cell.source:  # answers are sums, not results
+            for line in re.sub(r"```.*?```|`[^`]*`|\$[^$]*\$", "", cell.source, flags=re.DOTALL).splitlines():
+                assert not RESULT.search(line) or SOURCED.search(line), f"made from data, not typed: {line}"
+
+
+def library_names(nb) -> dict[str, str]:
+    """Names that the notebook imports from the library, as dotted paths."""
+    found = {}
+    for cell in code(nb):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rapo_lib"):
+                found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            if isinstance(node, ast.Import):
+                found |= {a.asname: a.name for a in node.names if a.asname and a.name.startswith("rapo_lib")}
+    return found
+
+
+def resolve(path: str):
+    """The object that a dotted path names; the longest importable part is the module."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[n:]:
+            thing = getattr(thing, name)
+        return thing
+    raise ModuleNotFoundError(path)
+
+
+def test_imports_and_shown_sources_exist(nb):
+    names = library_names(nb)
+    for path in names.values():
+        resolve(path)
+    for cell in code(nb):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("show_source"):
+                root, *rest = ast.unparse(node.args[0]).split(".")
+                assert root in names, f"show_source({root}): not imported from rapo_lib"
+                assert callable(resolve(".".join([names[root], *rest])))
+
+
+@pytest.mark.parametrize(
+    ("line", "is_result"),
+    [
+        ("RAPO reaches 49 % after 35 steps.", True),
+        ("It gains 20 points.", True),
+        ("The paper reports 47.0 points (arXiv 2603.03078, Table 1).", False),
+        ("A 95 % interval over seeds.", False),
+        ("Each group holds sixteen rollouts.", False),
+    ],
+)
+def test_the_heuristic_for_typed_results(line, is_result):
+    assert bool(RESULT.search(line) and not SOURCED.search(line)) == is_result
+
+
+@pytest.mark.parametrize(("text", "bad"), [("/home/me/x", True), ("data/pocket/x", False), ("https://x.org/home/y", False), ("a/tmp/b", False)])
+def test_the_pattern_for_absolute_paths(text, bad):
+    assert bool(PATHS.search(text)) == bad
+
+
+def test_the_library_opens_no_file_without_an_encoding():
+    """Case 44: under a locale other than UTF-8 the same bytes are written and read."""
+    for path in ROOT.glob("rapo_lib/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and _opens_text(node):
+                assert any(k.arg in ("encoding", None) for k in node.keywords), f"{path.name}, line {node.lineno}"
+
+
+def _opens_text(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr in ("read_text", "write_text")
+    mode = [a.value for a in call.args[1:2] if isinstance(a, ast.Constant)] or ["r"]
+    return isinstance(call.func, ast.Name) and call.func.id == "open" and "b" not in mode[0]
