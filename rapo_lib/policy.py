@@ -241,6 +241,8 @@ def merged_model(policy: Policy) -> Any:
 
 def _merged_linear(module: Any) -> nn.Linear:
     base = module.base_layer
+    if not isinstance(base, nn.Linear):
+        raise ValueError(f"an adapter on a {type(base).__name__} cannot be merged for sampling; adapt linear layers only")
     out = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
     out.weight = nn.Parameter(merged_weight(module), requires_grad=False)
     out.bias = base.bias

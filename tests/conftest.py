@@ -144,8 +144,11 @@ class ScriptedDecoder:
     """Writes given steps instead of a model's: row r writes turns[r][0], is fed something, writes turns[r][1], ..
 
     It keeps the ids that each row was fed, so a test can hold the sampler's ids against them. A turn that is over
-    without a stop tag is followed by the end-of-sequence id. All other logits are -inf.
+    without a stop tag is followed by the end-of-sequence id. All other logits are -inf. At a FREE id the sampler
+    chooses among 20 ids with equal logits.
     """
+
+    FREE = -1
 
     def __init__(self, turns: Sequence[Sequence[Sequence[int]]], eos: int, n_vocab: int) -> None:
         self.turns, self.eos, self.n_vocab = turns, eos, n_vocab
@@ -173,13 +176,14 @@ class ScriptedDecoder:
         for slot, (token, p) in enumerate(zip(ids.tolist(), positions.tolist(), strict=True)):
             r = self.order[slot]
             self._write(r, [token], p)
-            logits[slot, self._next(r, token, p)] = 0.0
+            following = self._next(r, token, p)
+            logits[slot, slice(40, 60) if following == self.FREE else following] = 0.0
         return logits
 
     def _next(self, r: int, token: int, p: int) -> int:
         plan = {q: v for q, v in self.plan[r].items() if q <= p}
         turn, i = plan.get(p, (None, None))
-        if turn is not None and self.turns[r][turn][i] == token:
+        if turn is not None and self.turns[r][turn][i] in (token, self.FREE):
             i += 1
         else:
             turn, i = 1 + max((t for t, _ in plan.values()), default=-1), 0
