@@ -131,7 +131,7 @@ def _papermill(nb, source, output, parameters, stream) -> tuple[nbformat.Noteboo
                 progress_bar=False,
                 cwd=source.parent,
                 stdout_file=_Stream(stream) if stream else None,
-                extra_arguments=["--log-level=ERROR"],
+                extra_arguments=["--log-level=CRITICAL"],  # its notes on TCP and on being stopped are noise
             )
         except papermill.PapermillExecutionError as e:
             trace = _ANSI.sub("", "\n".join(e.traceback[-1:] or [""])).splitlines()
@@ -332,7 +332,8 @@ class _Line:
 
 
 def _minutes(start: float) -> str:
-    return f"{(time.time() - start) / 60:.1f} min"
+    seconds = time.time() - start
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
 
 
 def _shown(path: Path) -> str:
