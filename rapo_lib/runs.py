@@ -37,7 +37,7 @@ from rapo_lib.config import DATA, PROFILES, RESULTS, ROOT, RunConfig, load_profi
 from rapo_lib.traces import Rollout, load_jsonl, write_text_atomic
 
 #: Modules that only look at runs; a change in them makes no run stale.
-LOOKING_ON = {"runs.py", "driver.py", "stats.py", "plots.py", "show.py", "explorer.py", "bench.py", "__init__.py"}
+LOOKING_ON = {"runs.py", "driver.py", "stats.py", "plots.py", "show.py", "explorer.py", "bench.py", "hybrids.py", "__init__.py"}
 #: Names in config.py that choose runs but do not act inside one.
 CHOOSING = {"MAIN_METHODS", "Profile", "PROFILES", "load_profile", "field_table"}
 EXECUTOR = "rapo_lib.execution:execute_run"
@@ -170,6 +170,23 @@ def load_table(runs: Iterable[Run], name: str) -> pd.DataFrame:
     if not tables:
         raise ValueError(f"no runs to read {name} from")
     return pd.concat(tables, ignore_index=True)
+
+
+def result_table(runs: Iterable[Run]) -> pd.DataFrame:
+    """One row a finished run: variant, method, seed, regime, buffer, noise_prob, and what its done.json says.
+
+    Returns:
+        Among the columns `pass@1` and `pass@1 greedy` on the test questions as fractions, and `train_sec`.
+    """
+    names = ("method", "seed", "regime", "buffer", "noise_prob")
+    rows = [{"variant": r.variant} | {n: getattr(r.config, n) for n in names} | done for r in runs if (done := r.done)]
+    return pd.DataFrame(rows, columns=None if rows else ["variant", *names, "pass@1", "pass@1 greedy", "train_sec"])
+
+
+def find_runs(configs: Sequence[RunConfig] | Mapping[str, Sequence[RunConfig]], *, profile: str) -> list[Run]:
+    """The finished ones of some runs, whichever experiment of the profile made them; nothing is started."""
+    folder = runs_folder(profile)
+    return [run for planned in plan_runs(configs, folder / "none") if (run := _find(planned, folder))]
 
 
 def runs_folder(profile: str) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike
 from scipy import stats as sps
 
@@ -180,6 +181,12 @@ class Verdict:
     difference: Interval
     reason: str
 
+    def __str__(self) -> str:
+        """The difference in points with its interval, and the verdict."""
+        d = self.difference
+        spread = "" if np.isnan(d.low) else f" [{100 * d.low:+.0f}, {100 * d.high:+.0f}]"
+        return f"{self.verdict}: {100 * d.mean:+.0f} points{spread}, n = {d.n} ({self.reason})"
+
 
 def paired_verdict(x: ArrayLike, y: ArrayLike) -> Verdict:
     """Verdict on "x is better than y" from runs paired by seed.
@@ -210,3 +217,22 @@ def paired_verdict(x: ArrayLike, y: ArrayLike) -> Verdict:
     if d.high < MARGIN:
         return Verdict("not reproduced", d, f"the interval of the difference lies below +{100 * MARGIN:.0f} points")
     return Verdict("inconclusive", d, f"the interval of the difference holds 0 and +{100 * MARGIN:.0f} points")
+
+
+def compare_variants(table: pd.DataFrame, x: str, y: str, metric: str = "pass@1") -> Verdict:
+    """Verdict on "variant x is better than variant y", from the seeds that both have.
+
+    Args:
+        table: one row a run with variant, seed and the metric (from `runs.result_table`).
+        x, y: names of variants. metric: column, as a fraction.
+
+    Raises:
+        ValueError: no seed that both have.
+    """
+    wide = table.pivot_table(index="seed", columns="variant", values=metric)
+    if missing := [v for v in (x, y) if v not in wide]:
+        raise ValueError(f"no run of {missing[0]!r}; there are: {', '.join(map(str, wide.columns))}")
+    both = wide[[x, y]].dropna()
+    if both.empty:
+        raise ValueError(f"{x} and {y} have no seed in common")
+    return paired_verdict(both[x], both[y])

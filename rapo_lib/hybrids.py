@@ -1,0 +1,113 @@
+"""Tables of what happens around retrievals: who did the hard steps, what was copied, how entropy moved.
+
+Notebooks 06 and 07 use this module. It only looks at rollouts; nothing here acts on a run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
+
+from rapo_lib.config import RunConfig
+from rapo_lib.pocket.world import OPERATORS, SKILLS
+from rapo_lib.policy import Policy
+from rapo_lib.rewards import pocket_reward
+from rapo_lib.rollout import RolloutRequest, SamplingLimits, coin, sample_rollouts
+from rapo_lib.tasks import Question
+from rapo_lib.traces import ACTIONS, Protocol, Rollout
+
+_ACTION = re.compile(rf"<(?P<tool>{'|'.join(ACTIONS)})>(?P<query>.*?)</(?P=tool)>", re.DOTALL)
+
+
+def sample_groups(
+    policy: Policy, questions: Sequence[Question], toolbox, retriever, config: RunConfig, *, stream: Sequence[str | int] = ("look",)
+) -> list[Rollout]:
+    """Scored rollouts as in training, without training: a group for each question, its last N_hybrid hybrid.
+
+    Args:
+        policy: who samples. questions: one group each. toolbox: with the facts of their split.
+        retriever: answers the hybrid rollouts; None for none. config: group size, budget and retrieval probability.
+        stream: keys of the random streams; the same keys draw the same numbers for every policy.
+    """
+    n_on = config.group_size - config.n_hybrid
+    requests = [RolloutRequest(q, place, hybrid=place >= n_on) for q in questions for place in range(config.group_size)]
+    limits = SamplingLimits(config.max_completion, config.max_calls, config.max_calls, config.extra_steps)
+    batch = sample_rollouts(
+        policy,
+        requests,
+        toolbox,
+        limits=limits,
+        seed=config.seed,
+        stream=tuple(stream),
+        temperature=config.temperature,
+        retriever=retriever,
+        when_to_retrieve=coin(config.retrieval_prob),
+    )
+    for rollout, request in zip(batch.rollouts, requests, strict=True):
+        rollout.reward = pocket_reward(rollout, request.question, policy.protocol)
+    return batch.rollouts
+
+
+def rollout_table(rollouts: Iterable[Rollout], questions: Iterable[Question], protocol: Protocol) -> pd.DataFrame:
+    """One row a rollout of pocket questions.
+
+    Returns:
+        question_id, place, hybrid, retrievals, success, own_calls, own_hard (different hard steps of the question that
+        an own call did in their right form, whatever value it was applied to), copied (own calls that repeat a call
+        which stands in a retrieved trace of the same rollout), tokens (completion, inserted ones included).
+    """
+    by_id = {q.id: q for q in questions}
+    rows = []
+    for r in rollouts:
+        own = [(s.info["tool"], _squeezed(s.info["query"])) for s in r.tool_calls]
+        seen = {c for s in r.retrievals for c in _calls(protocol.decode(s.ids))}
+        forms = _hard_forms(by_id[r.question_id])
+        row = {"question_id": r.question_id, "place": r.place, "hybrid": r.hybrid, "retrievals": len(r.retrievals)}
+        row |= {"success": bool((r.reward or 0) >= 1), "own_calls": len(own)}
+        row |= {"own_hard": sum(any(tool == t and form.fullmatch(q) for t, q in own) for tool, form in forms)}
+        rows.append(row | {"copied": sum(call in seen for call in own), "tokens": len(r.completion_ids)})
+    return pd.DataFrame(rows)
+
+
+def retrieval_table(rollouts: Iterable[Rollout]) -> pd.DataFrame:
+    """One row a retrieval.
+
+    Returns:
+        question_id, place, same_question (whether the trace comes from the asking question), noisy, score, n_steps,
+        h_before, h_after (entropy in nats of the own step on either side; NaN without one), success.
+    """
+    rows = []
+    for r in rollouts:
+        for i, s in enumerate(r.segments):
+            if s.origin != "retrieval":
+                continue
+            before = next((p.mean_entropy for p in reversed(r.segments[:i]) if p.entropies), math.nan)
+            after = next((p.mean_entropy for p in r.segments[i + 1 :] if p.entropies), math.nan)
+            row = {"question_id": r.question_id, "place": r.place, "same_question": s.info["source_question_id"] == r.question_id}
+            row |= {k: s.info[k] for k in ("noisy", "score", "n_steps")}
+            rows.append(row | {"h_before": before, "h_after": after, "success": bool((r.reward or 0) >= 1)})
+    columns = ["question_id", "place", "same_question", "noisy", "score", "n_steps", "h_before", "h_after", "success"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _calls(text: str) -> list[tuple[str, str]]:
+    return [(m["tool"], _squeezed(m["query"])) for m in _ACTION.finditer(text)]
+
+
+def _hard_forms(question: Question) -> list[tuple[str, re.Pattern[str]]]:
+    """For each hard step of a question: its tool and its right form, with any value in it."""
+    forms = []
+    operands = question.info.get("operands") or [""] * len(question.info["skills"])
+    for name, word, n in zip(question.info["skills"], question.info["words"], operands, strict=True):
+        skill = SKILLS[name]
+        if skill.hard:
+            form = _squeezed(skill.right.format(w=word, x="\0", n=n, o=OPERATORS.get(word, "")))
+            forms.append((skill.tool, re.compile(re.escape(form).replace(re.escape("\0"), r"\w+"))))
+    return forms
+
+
+def _squeezed(text: str) -> str:
+    return text.replace(" ", "")

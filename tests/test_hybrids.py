@@ -1,0 +1,87 @@
+"""Tables around retrievals, and what the report reads of runs."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rapo_lib.config import DATA, RunConfig
+from rapo_lib.hybrids import retrieval_table, rollout_table
+from rapo_lib.runs import find_runs, inputs_hash, plan_runs, result_table, runs_folder
+from rapo_lib.stats import Interval, Verdict, compare_variants
+from rapo_lib.tasks import Question
+from rapo_lib.traces import Protocol, Rollout, Segment
+
+QUESTION = Question("q", "text", "7", info={"skills": ["find", "calc"], "words": ["hotel", "plus"], "operands": [0, 17]})
+
+
+@pytest.fixture(scope="module")
+def protocol():
+    from transformers import AutoTokenizer
+
+    return Protocol(AutoTokenizer.from_pretrained(DATA / "pocket" / "tokenizer"))
+
+
+def policy_segment(entropy: float) -> Segment:
+    return Segment("policy", (1, 2), (-0.1, -0.1), (entropy, entropy))
+
+
+def call(tool: str, query: str) -> Segment:
+    return Segment("tool", (3,), info={"tool": tool, "query": query, "ok": True, "error": None})
+
+
+def retrieval(protocol, text: str, source: str) -> Segment:
+    info = {"trace_id": 0, "score": 0.5, "teacher": "t", "noisy": source != "q", "source_question_id": source, "n_steps": 1}
+    return Segment("retrieval", protocol.retrieval_ids(text), info=info)
+
+
+def test_own_hard_steps_are_told_from_copies(protocol):
+    trace = "<think> need hotel of 42</think><search> code 42 hotel</search><result> Lumiro</result>"
+    segments = [policy_segment(0.6), call("search", "x of y"), retrieval(protocol, trace, "q"), policy_segment(0.3)]
+    copier = Rollout("q", (9,), [*segments, call("search", " code 42 hotel")], hybrid=True, reward=1.0)
+    doer = Rollout("q", (9,), [policy_segment(0.1), call("search", "code 55 hotel"), call("browse", "code 1 hotel")], reward=0.0)
+    table = rollout_table([copier, doer], [QUESTION], protocol)
+    assert table["own_hard"].tolist() == [1, 1] and table["copied"].tolist() == [1, 0]
+    assert table["success"].tolist() == [True, False] and table["retrievals"].tolist() == [1, 0]
+    wrong_form = Rollout("q", (9,), [policy_segment(0.1), call("search", "hotel of 42")], reward=0.0)
+    assert rollout_table([wrong_form], [QUESTION], protocol)["own_hard"].tolist() == [0]
+
+
+def test_one_row_a_retrieval_with_the_steps_on_either_side(protocol):
+    trace = "<think> a</think><python> 1 + 2</python><result> 3</result>"
+    last = [policy_segment(0.6), retrieval(protocol, trace, "other")]
+    table = retrieval_table([Rollout("q", (9,), [*last, policy_segment(0.3)], reward=1.0), Rollout("q", (9,), last)])
+    assert table["same_question"].tolist() == [False, False] and table["noisy"].tolist() == [True, True]
+    np.testing.assert_allclose(table["h_before"], [0.6, 0.6])
+    np.testing.assert_allclose(table["h_after"], [0.3, np.nan])
+    assert list(retrieval_table([]).columns) == list(table.columns)
+
+
+def test_finished_runs_are_found_in_any_experiment(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAPO_RESULTS", str(tmp_path))
+    configs = {"one": [RunConfig(seed=0)], "two": [RunConfig(seed=1)]}
+    (run,) = plan_runs({"other_name": [RunConfig(seed=0)]}, runs_folder("smoke") / "elsewhere")
+    run.folder.mkdir(parents=True)
+    row = {"config_hash": run.config.hash(), "inputs_hash": inputs_hash(run.config), "finished_at": 1.0, "pass@1": 0.5}
+    (run.folder / "done.json").write_text(json.dumps(row), encoding="utf-8")
+    found = find_runs(configs, profile="smoke")
+    assert [r.variant for r in found] == ["one"] and found[0].folder == run.folder
+    assert result_table(found)[["variant", "seed", "pass@1"]].values.tolist() == [["one", 0, 0.5]]
+    assert result_table([]).empty and "pass@1" in result_table([])
+
+
+def test_variants_are_compared_on_the_seeds_that_both_have():
+    rows = [{"variant": v, "seed": s, "pass@1": p} for v, base in (("x", 0.5), ("y", 0.1)) for s, p in enumerate(np.linspace(base, base + 0.1, 5))]
+    table = pd.DataFrame([*rows, {"variant": "x", "seed": 9, "pass@1": 0.0}])
+    verdict = compare_variants(table, "x", "y")
+    assert verdict.verdict == "reproduced" and verdict.difference.n == 5
+    with pytest.raises(ValueError, match="no run of 'z'"):
+        compare_variants(table, "x", "z")
+    with pytest.raises(ValueError, match="no seed in common"):
+        compare_variants(table[(table["seed"] == 9) | (table["variant"] == "y")], "x", "y")
+
+
+def test_a_verdict_reads_as_a_sentence():
+    assert str(Verdict("reproduced", Interval(0.4, 0.3, 0.5, 5), "why")) == "reproduced: +40 points [+30, +50], n = 5 (why)"
+    assert str(Verdict("no verdict", Interval(-0.1, np.nan, np.nan, 1), "few")) == "no verdict: -10 points, n = 1 (few)"
