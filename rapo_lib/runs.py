@@ -37,7 +37,7 @@ from rapo_lib.config import DATA, PROFILES, RESULTS, ROOT, RunConfig, load_profi
 from rapo_lib.traces import Rollout, load_jsonl, write_text_atomic
 
 #: Modules that only look at runs; a change in them makes no run stale.
-LOOKING_ON = {"runs.py", "driver.py", "stats.py", "plots.py", "show.py", "explorer.py", "bench.py", "hybrids.py", "__init__.py"}
+LOOKING_ON = {"runs.py", "driver.py", "reference.py", "stats.py", "plots.py", "show.py", "explorer.py", "bench.py", "hybrids.py", "__init__.py"}
 #: Names in config.py that choose runs but do not act inside one.
 CHOOSING = {"MAIN_METHODS", "Profile", "PROFILES", "load_profile", "field_table"}
 EXECUTOR = "rapo_lib.execution:execute_run"
@@ -100,7 +100,7 @@ def inputs_hash(config: RunConfig) -> str:
     """8 hex digits of the modules and data that act on a run."""
     modules = sorted(p for p in (ROOT / "rapo_lib").glob("*.py") if p.name not in LOOKING_ON)
     data = [p for p in _data_of(config) if p.exists()]
-    return hash_files([*modules, *data], skip=CHOOSING)
+    return hash_files([*modules, ROOT / "rapo_lib" / "pocket" / "world.py", *data], skip=CHOOSING)
 
 
 def _data_of(config: RunConfig) -> list[Path]:
