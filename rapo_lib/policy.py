@@ -106,8 +106,8 @@ def load_policy(
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as e:
         raise ValueError(
-            f"cannot load the model {str(name_or_folder)!r}: no such folder here or in the repository, and not on the hub or "
-            "in its cache. Without a network, download it elsewhere and pass the folder that holds config.json, "
+            f"cannot load the model {str(name_or_folder)!r}: no such folder here or in the repository, "
+            "and not on the hub or in its cache. Without a network, download it elsewhere and pass the folder that holds config.json, "
             "model.safetensors and the tokenizer's files, for example load_policy('/data/Qwen2.5-0.5B-Instruct'). "
             f"The first error was: {str(e).splitlines()[0]}"
         ) from e
@@ -242,7 +242,7 @@ def merged_model(policy: Policy) -> Any:
 def _merged_linear(module: Any) -> nn.Linear:
     base = module.base_layer
     if not isinstance(base, nn.Linear):
-        raise ValueError(f"an adapter on a {type(base).__name__} cannot be merged for sampling; adapt linear layers only")
+        raise ValueError(f"an adapter on a {type(base).__name__} cannot be merged; adapt linear layers only")
     out = nn.Linear(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
     out.weight = nn.Parameter(merged_weight(module), requires_grad=False)
     out.bias = base.bias
@@ -314,7 +314,7 @@ class Decoder(Interface):
         """Compute each prompt once, all but its last id, and give row r a copy of prompt `rows[r]`."""
 
     def extend(self, rows: Tensor, ids: Tensor, positions: Tensor, lengths: Tensor) -> None:
-        """Feed `ids` (N, C) to rows (N,) from `positions` (N,) on; only the first `lengths` (N,) ids of a line count."""
+        """Feed `ids` (N, C) to rows (N,) from `positions` (N,) on; of each line the first `lengths` (N,) ids count."""
 
     def step(self, ids: Tensor, positions: Tensor) -> Tensor:
         """Feed one id a row at its position, both (R,); returns the next id's logits (R, V) in float32."""
@@ -408,13 +408,15 @@ class GenericDecoder(_DecoderBase):
         self.model = model
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds - {"full_attention", "sliding_attention"} or "position_ids" not in inspect.signature(model.forward).parameters:
-            raise ValueError(f"{type(model).__name__} cannot be sampled here: attention layers with position ids are needed")
+        positioned = "position_ids" in inspect.signature(model.forward).parameters
+        if kinds - {"full_attention", "sliding_attention"} or not positioned:
+            raise ValueError(f"{type(model).__name__} cannot be sampled: attention layers with position ids are needed")
         self.window = config.sliding_window if "sliding_attention" in kinds else None
 
     def _allocate(self, slots: int, capacity: int) -> None:
         if self.window and capacity > self.window:
-            raise ValueError(f"sequences may have {capacity} ids, but {type(self.model).__name__} looks back {self.window} only")
+            name = type(self.model).__name__
+            raise ValueError(f"sequences may have {capacity} ids, but {name} looks back {self.window} only")
         self.capacity = capacity
         self.cache = _RowCache(slots, capacity)
 

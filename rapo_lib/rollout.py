@@ -315,7 +315,8 @@ class _Sampler:
         self.token = ids
         self.length += running
         self.stats.generated_tokens += int(running.sum())
-        for row in np.flatnonzero(running & ((self.stops.kinds[ids] > 0) | (self.length >= self.limits.max_completion))):
+        notable = (self.stops.kinds[ids] > 0) | (self.length >= self.limits.max_completion)
+        for row in np.flatnonzero(running & notable):
             self.waiting[row] = self._ends_step(row)
 
     def _ends_step(self, row: int) -> bool:
