@@ -53,7 +53,7 @@ class RunConfig:
     regime: str = _f("exploration", "pocket questions: exploration, halfway or easy", source="feasibility")
     student: str = _f("data/pocket/models/student", "policy to train: folder or hub name")
     buffer: str = _f("teacher", "trajectories in the step-trace buffer: teacher, weak, teacher+weak, or a JSONL path")
-    rl_steps: int = _f(30, "RL steps: one rollout batch and `updates_per_step` optimiser steps each")
+    rl_steps: int = _f(40, "RL steps: one rollout batch and `updates_per_step` optimiser steps each")
     questions_per_step: int = _f(6, "questions in one rollout batch", source=f"{_P}, settings (32)")
     group_size: int = _f(16, "rollouts a question", "G", f"{_P}, settings")
     n_hybrid: int = _f(8, "rollouts of a group that may retrieve", "N_hybrid", f"{_P}, settings")
@@ -131,9 +131,9 @@ class Profile:
 
     name: str = _f("", "smoke, pocket, study or qwen")
     about: str = _f("", "what the profile is for")
-    seeds_main: int = _f(2, "seeds of GRPO and of RAPO")
-    seeds: int = _f(1, "seeds of every other method and variant")
-    noise_probs: tuple[float, ...] = _f((0.0, 0.4, 1.0), "grid of the noise experiment", "p_noise")
+    seeds_main: int = _f(5, "seeds of GRPO and of RAPO")
+    seeds: int = _f(2, "seeds of every other method and variant")
+    noise_probs: tuple[float, ...] = _f((0.0, 0.2, 0.4, 0.6, 0.8, 1.0), "grid of the noise experiment", "p_noise")
     jobs: int = _f(2, "training runs at once, one thread each")
     n_gate: int = _f(1000, "rollouts each way of the check before any RL")
     offline: bool = _f(True, "everything needed lies in the repository: no hub is asked")
@@ -166,6 +166,7 @@ PROFILES: dict[str, Profile] = {
             name="smoke",
             about="every notebook from end to end in a few minutes, to see that it runs; its numbers mean nothing",
             seeds_main=1,
+            seeds=1,
             noise_probs=(0.0, 1.0),
             n_gate=96,
             run={"rl_steps": 2, "questions_per_step": 2, "group_size": 8, "n_hybrid": 4, "eval_every": 2}
@@ -175,15 +176,13 @@ PROFILES: dict[str, Profile] = {
         Profile(
             name="study",
             about="five or more seeds of every comparison and the full noise grid: hours",
-            seeds_main=5,
             seeds=5,
-            noise_probs=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
-            run={"rl_steps": 35},
         ),
         Profile(
             name="qwen",
             about="real weights from a hub or a local folder; needs a GPU and a buffer file; has not been run yet",
             seeds_main=1,
+            seeds=1,
             noise_probs=(0.0, 1.0),
             jobs=1,
             offline=False,
