@@ -96,7 +96,7 @@ def _print_rollout(policy: Policy, n: int, threads: int, best: dict[str, Rollout
         share = 2 * parameters * (t.generated + t.fed) / t.sec / peak
         print(f"{name:38}{t.rate:12,.0f}{t.generated:8,}{t.fed:14,}{t.sec:7.2f}{t.tools_sec:11.2f}{share:7.1%}")
     a, b, c, merged = (t.rate for t in best.values())
-    print(f"a/b = {a / b:.2f} (goal 2.5)   a/c = {a / c:.2f} (goal 1.5)   a/c' = {a / merged:.2f}   (without tool seconds)")
+    print(f"a/b = {a / b:.2f} (goal 2.5)   a/c = {a / c:.2f} (goal 1.5)   a/c' = {a / merged:.2f}   (tools left out)")
 
 
 def _time_ours(policy: Policy, requests: list[RolloutRequest], toolbox: Toolbox) -> RolloutTiming:
