@@ -71,6 +71,10 @@ STYLES: dict[str, tuple[str, Any]] = {
     "rapo_sign_aware": (_COLOURS[8], "-"),
     "rapo_no_quality": (_COLOURS[9], "-."),
     "rapo_no_timing": (_COLOURS[9], ":"),
+    "rapo_released": (_COLOURS[1], ":"),
+    "high_h_rising": (_COLOURS[4], ":"),
+    "low_h_rising": (_COLOURS[6], "-."),
+    "low_h_falling": (_COLOURS[8], "--"),
 }
 #: Names that stand in legends.
 LABELS = {"grpo": "GRPO", "rapo": "RAPO", "sft": "SFT", "luffy": "LUFFY", "rapo_to": "RAPO w/ TO"}
