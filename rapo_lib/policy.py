@@ -106,9 +106,9 @@ def load_policy(
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as e:
         raise ValueError(
-            f"cannot load the model {str(name_or_folder)!r}: no such folder here or in the repository, "
-            "and not on the hub or in its cache. Without a network, download it elsewhere and pass the folder that holds "
-            "config.json, model.safetensors and the tokenizer's files, for example load_policy('/data/Qwen2.5-0.5B-Instruct'). "
+            f"cannot load the model {str(name_or_folder)!r}: no such folder here or in the repository, and not on the "
+            "hub or in its cache. Without a network, download it elsewhere and pass the folder that holds config.json, "
+            "model.safetensors and the tokenizer's files, for example load_policy('/data/Qwen2.5-0.5B-Instruct'). "
             f"The first error was: {str(e).splitlines()[0]}"
         ) from e
     if system_prompt is None:

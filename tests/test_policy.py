@@ -188,7 +188,7 @@ def test_load_policy_from_a_folder(tmp_path, tiny_tokenizer, split_tokenizer, ti
 
 def test_a_name_that_cannot_be_loaded_says_how_to_pass_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"cannot load the model 'nobody/no-model'.*pass the folder that holds config.json"):
+    with pytest.raises(ValueError, match=r"cannot load the model 'nobody/no-model'.*pass the folder that holds"):
         load_policy("nobody/no-model")
     with pytest.raises(ValueError, match="no config.json"):
         load_policy(tmp_path)
