@@ -21,8 +21,12 @@ import json
 import math
 import os
 import time
+import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -306,15 +310,16 @@ class RAPOTrainer(GRPOTrainer):
         self._clipped = self._clippable = 0.0
         order = question_order(len(self.questions), config)
         dataset = Dataset.from_dict({"prompt": [self.questions[i].text for i in order], "question": order})
-        super().__init__(
-            model=policy.model,
-            reward_funcs=outcome_reward,
-            args=grpo_config(config, method, policy, output_dir, micro_batch, checkpoint_every),
-            train_dataset=dataset,
-            processing_class=policy.tokenizer,
-            rollout_func=sample_for_trl,
-            callbacks=[*callbacks, _RLStepEnd(self)],
-        )
+        with _without_known_warnings():
+            super().__init__(
+                model=policy.model,
+                reward_funcs=outcome_reward,
+                args=grpo_config(config, method, policy, output_dir, micro_batch, checkpoint_every),
+                train_dataset=dataset,
+                processing_class=policy.tokenizer,
+                rollout_func=sample_for_trl,
+                callbacks=[*callbacks, _RLStepEnd(self)],
+            )
         self.remove_callback(PrinterCallback)
         if self.aux_loss_enabled:
             raise ValueError("the model asks for a router loss (mixture of experts), which RAPOTrainer does not compute")
@@ -328,7 +333,8 @@ class RAPOTrainer(GRPOTrainer):
         """Train; True goes on from the newest complete checkpoint, or starts when there is none."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = latest_checkpoint(self.args.output_dir)
-        return super().train(None if resume_from_checkpoint is None else str(resume_from_checkpoint), **kwargs)
+        with _without_known_warnings():
+            return super().train(str(resume_from_checkpoint) if resume_from_checkpoint else None, **kwargs)
 
     def sample(self) -> list[Rollout]:
         """Sample and score the rollouts of this process for the running RL step."""
@@ -459,8 +465,12 @@ PER_TOKEN = ("completion_ids", "completion_mask", "tool_mask", "old_per_token_lo
 
 
 def sample_for_trl(prompts: list[str], trainer: RAPOTrainer) -> dict[str, list[Any]]:
-    """TRL's `rollout_func`: the rollouts of this process in TRL's words."""
-    rollouts = trainer.sample()
+    """TRL's `rollout_func`: samples the rollouts of this process."""
+    return _trl_columns(trainer.sample())
+
+
+def _trl_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """Rollouts in TRL's words, one list a column."""
     return {
         "prompt_ids": [list(r.prompt_ids) for r in rollouts],
         "completion_ids": [r.completion_ids for r in rollouts],
@@ -473,6 +483,15 @@ def sample_for_trl(prompts: list[str], trainer: RAPOTrainer) -> dict[str, list[A
 def outcome_reward(completions: list[str], outcome: list[float | None], **_: Any) -> list[float | None]:
     """TRL's reward function: the rewards that the rollouts have already."""
     return outcome
+
+
+@contextmanager
+def _without_known_warnings() -> Iterator[None]:
+    """Hide what the pinned libraries say about each other at every start; everything else is shown."""
+    with warnings.catch_warnings():
+        for message in ("You are using 'rollout_func'", "`gradient_checkpointing` is deprecated", "`is_gradient_checkpointing`"):
+            warnings.filterwarnings("ignore", message=message)
+        yield
 
 
 def _check(policy: Policy, retriever: Any | None, config: RunConfig, method: Method) -> None:
@@ -596,21 +615,22 @@ def train_sft(
     if not rollouts:
         raise ValueError("no trajectories to learn from; select at least one")
     log = _SFTLog(on_update)
-    trainer = Trainer(
-        model=policy.model,
-        args=TrainingArguments(
-            output_dir=str(output_dir),
-            **optimiser_settings(config, policy),
-            num_train_epochs=config.sft_epochs,
-            per_device_train_batch_size=batch_size,
-            save_strategy="no",
-        ),
-        train_dataset=Dataset.from_list([_sft_row(r) for r in rollouts]),
-        data_collator=_collate,
-        callbacks=[*callbacks, log],
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
+    with _without_known_warnings():
+        trainer = Trainer(
+            model=policy.model,
+            args=TrainingArguments(
+                output_dir=str(output_dir),
+                **optimiser_settings(config, policy),
+                num_train_epochs=config.sft_epochs,
+                per_device_train_batch_size=batch_size,
+                save_strategy="no",
+            ),
+            train_dataset=Dataset.from_list([_sft_row(r) for r in rollouts]),
+            data_collator=_collate,
+            callbacks=[*callbacks, log],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
     return log.rows
 
 
@@ -641,3 +661,62 @@ class _SFTLog(TrainerCallback):
         self.rows.append(row | {"sec": time.perf_counter() - self.started})
         if self.on_update is not None:
             self.on_update(self.rows[-1])
+
+
+# ------------------------------------------------------------------------------------------------ bench
+
+
+class _Clock(TrainerCallback):
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def bench(args: Namespace | None = None) -> None:
+    """Print seconds of the update of one RL step, ours beside stock GRPOTrainer's on the same rollouts.
+
+    Sampled once with the pocket student; sampling is not counted, scoring of old log-probabilities is.
+    """
+    from rapo_lib.methods import METHODS
+    from rapo_lib.policy import add_lora, load_policy
+    from rapo_lib.rollout import RolloutStats
+    from rapo_lib.tasks import load_pocket_questions
+    from rapo_lib.tools import make_pocket_toolbox
+
+    torch.set_num_threads(1)
+    config = RunConfig(rl_steps=4)
+    questions, toolbox = load_pocket_questions(config.regime, "train"), make_pocket_toolbox("train")
+    first = question_order(len(questions), config)[: config.questions_per_step]
+    requests = [RolloutRequest(questions[i], place) for i in first for place in range(config.group_size)]
+    limits = SamplingLimits(config.max_completion, config.max_calls, config.max_calls)
+    rollouts = sample_rollouts(load_policy(config.student), requests, toolbox, limits=limits, seed=0).rollouts
+    print(f"{len(rollouts)} rollouts, {sum(len(r.completion_ids) for r in rollouts)} completion tokens, one thread, 2 optimiser steps")
+
+    def seconds(stock: bool, share_with_signal: float) -> float:
+        """Fastest RL step but the first; the groups behind the share get equal rewards."""
+        for n, r in enumerate(rollouts):
+            r.reward = float(n % 2) if n < share_with_signal * len(rollouts) else 0.0
+        policy, clock = add_lora(load_policy(config.student), config.lora_r, 0), _Clock()
+        with TemporaryDirectory() as folder, _without_known_warnings():
+            if stock:
+                data = Dataset.from_dict({"prompt": [q.text for q in questions[: config.rl_steps * config.questions_per_step]]})
+                settings = grpo_config(config, METHODS["grpo"], policy, folder)
+                trl = dict(processing_class=policy.tokenizer, rollout_func=lambda *_: _trl_columns(rollouts), callbacks=[clock])
+                trainer = GRPOTrainer(policy.model, outcome_reward, settings, data, **trl)
+                trainer.remove_callback(PrinterCallback)
+            else:
+                fixed = dict(reward=lambda r, q, p: r.reward, sampler=lambda *_, **__: RolloutBatch(rollouts, RolloutStats()))
+                trainer = RAPOTrainer(policy, questions, toolbox, None, config, METHODS["grpo"], folder, callbacks=[clock], **fixed)
+            trainer.train()
+        ends = clock.ends[config.updates_per_step - 1 :: config.updates_per_step]
+        return min(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+    for name, stock, share in (
+        ("GRPOTrainer", True, 1.0),
+        ("RAPOTrainer", False, 1.0),
+        ("RAPOTrainer, half of the groups without signal", False, 0.5),
+        ("RAPOTrainer, no group with signal", False, 0.0),
+    ):
+        print(f"{name:48} {seconds(stock, share):6.2f} s")

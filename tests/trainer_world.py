@@ -5,6 +5,7 @@ Run as a script it trains a few RL steps and writes what it did, so that tests c
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,21 +114,41 @@ def coin_reward(rollout: Rollout, question: Any, protocol: Any) -> float:
 
 
 def main(folder: Path) -> None:
-    """Train on real samples and save adapter, rollouts and metrics of each RL step (rank 0 sees all rollouts)."""
-    policy, log = make_policy(), []
+    """Train on real samples, twice, and save adapters, advantages, rollouts and metrics."""
+    out = {name: train_and_keep(folder / name, **case) for name, case in CASES.items()}
+    torch.save(out, folder / f"rank{os.environ.get('RANK', '0')}.pt")
+
+
+#: With two processes: `split` has one group, its on-policy half on rank 0 and its hybrid half on rank 1; `idle` has two
+#: groups, and the one on rank 1 has no signal, so that rank has nothing to score.
+CASES: dict[str, dict[str, Any]] = {
+    "split": dict(questions_per_step=1, group_size=6, n_hybrid=3),
+    "idle": dict(questions_per_step=2, group_size=6, n_hybrid=3, rl_steps=1, seed=1),  # takes q3 and q1
+}
+
+
+def train_and_keep(folder: Path, **changes: Any) -> dict[str, Any]:
+    policy, log, advantages = make_policy(), [], []
     trainer = make_trainer(
-        policy, small_config(updates_per_step=1), "grpo", folder, on_rl_step=lambda row, rollouts: log.append((row, rollouts))
+        policy,
+        small_config(updates_per_step=1, **changes),
+        "rapo_no_reward",
+        folder,
+        on_rl_step=lambda row, rollouts: log.append((row, rollouts)),
+        when_to_retrieve=lambda state, rng: False,
+        reward=coin_reward if folder.name == "split" else lambda r, q, p: coin_reward(r, q, p) * (q.id == "q3"),
     )
-    advantages: list[torch.Tensor] = []
     inner = trainer._advantages
     trainer._advantages = lambda device: advantages.append(inner(device)) or advantages[-1]
     trainer.train()
-    gathered = [trainer.accelerator.gather(a) for a in advantages]
-    if trainer.accelerator.is_main_process:
-        out = dict(adapter=adapter(policy), n_processes=trainer.accelerator.num_processes, advantages=gathered)
-        out["rollouts"] = [[r.to_dict() for r in rollouts] for _, rollouts in log]
-        out["metrics"] = [{k: v for k, v in row.items() if not k.endswith("_sec")} for row, _ in log]
-        torch.save(out, folder / "out.pt")
+    return dict(
+        n_processes=trainer.accelerator.num_processes,
+        adapter=adapter(policy),
+        advantages=[trainer.accelerator.gather(a) for a in advantages],
+        local_signal=[bool(a.any()) for a in advantages],
+        rollouts=[[r.to_dict() for r in rollouts] for _, rollouts in log],
+        metrics=[{k: v for k, v in row.items() if not k.endswith("_sec")} for row, _ in log],
+    )
 
 
 if __name__ == "__main__":
