@@ -68,7 +68,13 @@ COMPLETE = "complete.json"
 
 
 def score_tokens(
-    model: Any, ids: Tensor, attention: Tensor, scored: Tensor, *, temperature: float = 1.0, max_tokens: int | None = None
+    model: Any,
+    ids: Tensor,
+    attention: Tensor,
+    scored: Tensor,
+    *,
+    temperature: float = 1.0,
+    max_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies at the scored completion tokens, and nothing computed elsewhere.
 
@@ -160,7 +166,7 @@ def optimiser_settings(config: RunConfig, policy: Policy) -> dict[str, Any]:
         use_cpu=policy.device.type == "cpu",
         gradient_checkpointing=policy.model.num_parameters() > CHECKPOINTING_FROM,
         ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,  # processes run different numbers of forward passes; no buffer changes in training
+        ddp_broadcast_buffers=False,  # processes run different numbers of forward passes, and no buffer changes
         seed=config.seed,
         logging_steps=1,
         report_to="none",
@@ -322,7 +328,9 @@ class RAPOTrainer(GRPOTrainer):
             )
         self.remove_callback(PrinterCallback)
         if self.aux_loss_enabled:
-            raise ValueError("the model asks for a router loss (mixture of experts), which RAPOTrainer does not compute")
+            raise ValueError(
+                "the model asks for a router loss (mixture of experts), which RAPOTrainer does not compute"
+            )
 
     @property
     def rl_step(self) -> int:
@@ -447,7 +455,9 @@ class RAPOTrainer(GRPOTrainer):
         rollouts = gather_object(self._rollouts)
         if self.on_rl_step is None or not self.accelerator.is_main_process:
             return
-        row = {"rl_step": self.state.global_step // self.config.updates_per_step} | rollout_metrics(rollouts, self.method)
+        row = {"rl_step": self.state.global_step // self.config.updates_per_step} | rollout_metrics(
+            rollouts, self.method
+        )
         row |= dict(
             clip_frac=self._clipped / self._clippable if self._clippable else math.nan,
             negative_factor_frac=self._negative_frac,
@@ -489,7 +499,11 @@ def outcome_reward(completions: list[str], outcome: list[float | None], **_: Any
 def _without_known_warnings() -> Iterator[None]:
     """Hide what the pinned libraries say about each other at every start; everything else is shown."""
     with warnings.catch_warnings():
-        for message in ("You are using 'rollout_func'", "`gradient_checkpointing` is deprecated", "`is_gradient_checkpointing`"):
+        for message in (
+            "You are using 'rollout_func'",
+            "`gradient_checkpointing` is deprecated",
+            "`is_gradient_checkpointing`",
+        ):
             warnings.filterwarnings("ignore", message=message)
         yield
 
@@ -499,7 +513,9 @@ def _check(policy: Policy, retriever: Any | None, config: RunConfig, method: Met
         raise ValueError(f"method {method.name!r} is trained by {method.trained_by}; use train_sft")
     if (retriever is None) == method.retrieves:
         had = "no retriever" if retriever is None else "a retriever"
-        raise ValueError(f"method {method.name!r} {'retrieves' if method.retrieves else 'does not retrieve'}, and got {had}")
+        raise ValueError(
+            f"method {method.name!r} {'retrieves' if method.retrieves else 'does not retrieve'}, and got {had}"
+        )
     if retriever is not None and retriever.unit != method.unit:
         raise ValueError(f"the retriever inserts a {retriever.unit}, method {method.name!r} needs a {method.unit}")
     if not 0 <= method.n_hybrid(config) <= config.group_size:
@@ -507,8 +523,8 @@ def _check(policy: Policy, retriever: Any | None, config: RunConfig, method: Met
     dropout = [name for name, m in policy.model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
     if dropout:
         raise ValueError(
-            f"dropout in {len(dropout)} modules ({dropout[0]}, ..): the ratio to the sampler's log-probabilities would not "
-            "start at 1; make the adapter with lora_dropout=0"
+            f"dropout in {len(dropout)} modules ({dropout[0]}, ..): the ratio to the sampler's log-probabilities would "
+            "not start at 1; make the adapter with lora_dropout=0"
         )
 
 
@@ -692,7 +708,8 @@ def bench(args: Namespace | None = None) -> None:
     requests = [RolloutRequest(questions[i], place) for i in first for place in range(config.group_size)]
     limits = SamplingLimits(config.max_completion, config.max_calls, config.max_calls)
     rollouts = sample_rollouts(load_policy(config.student), requests, toolbox, limits=limits, seed=0).rollouts
-    print(f"{len(rollouts)} rollouts, {sum(len(r.completion_ids) for r in rollouts)} completion tokens, one thread, 2 optimiser steps")
+    n_tokens = sum(len(r.completion_ids) for r in rollouts)
+    print(f"{len(rollouts)} rollouts, {n_tokens} completion tokens, one thread, {config.updates_per_step} optimiser steps")
 
     def seconds(stock: bool, share_with_signal: float) -> float:
         """Fastest RL step but the first; the groups behind the share get equal rewards."""
@@ -701,14 +718,22 @@ def bench(args: Namespace | None = None) -> None:
         policy, clock = add_lora(load_policy(config.student), config.lora_r, 0), _Clock()
         with TemporaryDirectory() as folder, _without_known_warnings():
             if stock:
-                data = Dataset.from_dict({"prompt": [q.text for q in questions[: config.rl_steps * config.questions_per_step]]})
+                data = Dataset.from_dict(
+                    {"prompt": [q.text for q in questions[: config.rl_steps * config.questions_per_step]]}
+                )
                 settings = grpo_config(config, METHODS["grpo"], policy, folder)
-                trl = dict(processing_class=policy.tokenizer, rollout_func=lambda *_: _trl_columns(rollouts), callbacks=[clock])
+                trl = dict(
+                    processing_class=policy.tokenizer, rollout_func=lambda *_: _trl_columns(rollouts), callbacks=[clock]
+                )
                 trainer = GRPOTrainer(policy.model, outcome_reward, settings, data, **trl)
                 trainer.remove_callback(PrinterCallback)
             else:
-                fixed = dict(reward=lambda r, q, p: r.reward, sampler=lambda *_, **__: RolloutBatch(rollouts, RolloutStats()))
-                trainer = RAPOTrainer(policy, questions, toolbox, None, config, METHODS["grpo"], folder, callbacks=[clock], **fixed)
+                fixed = dict(
+                    reward=lambda r, q, p: r.reward, sampler=lambda *_, **__: RolloutBatch(rollouts, RolloutStats())
+                )
+                trainer = RAPOTrainer(
+                    policy, questions, toolbox, None, config, METHODS["grpo"], folder, callbacks=[clock], **fixed
+                )
             trainer.train()
         ends = clock.ends[config.updates_per_step - 1 :: config.updates_per_step]
         return min(b - a for a, b in zip(ends, ends[1:], strict=False))

@@ -19,7 +19,9 @@ def run(folder: Path, n_processes: int) -> list[dict]:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    launcher = [] if n_processes == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    launcher = (
+        [] if n_processes == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
+    )
     env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
     command = [sys.executable, *launcher, str(HERE / "trainer_world.py"), str(folder)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

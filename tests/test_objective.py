@@ -181,7 +181,9 @@ def test_mean_per_rollout_and_token_mean_differ():
 def test_case17_all_masked_gives_zero_loss_and_zero_gradient():
     logps = torch.randn(2, 3, requires_grad=True)
     for token_mean in (False, True):
-        loss = o.rapo_loss(logps, logps.detach(), torch.zeros(2, 3), torch.ones(2), torch.ones(2), token_mean=token_mean)
+        loss = o.rapo_loss(
+            logps, logps.detach(), torch.zeros(2, 3), torch.ones(2), torch.ones(2), token_mean=token_mean
+        )
         (grad,) = torch.autograd.grad(loss, logps)
         assert loss.item() == 0.0 and grad.abs().max().item() == 0.0
 
@@ -242,7 +244,14 @@ def test_methods_are_arguments(name, n_hybrid, m, a):
 
 def test_every_ablation_differs_from_the_full_method_in_one_thing():
     full, fields = METHODS["rapo"], method_fields()
-    for name in ("rapo_no_reward", "rapo_no_shaping", "rapo_no_quality", "rapo_no_timing", "rapo_to", "rapo_sign_aware"):
+    for name in (
+        "rapo_no_reward",
+        "rapo_no_shaping",
+        "rapo_no_quality",
+        "rapo_no_timing",
+        "rapo_to",
+        "rapo_sign_aware",
+    ):
         changed = [f for f in fields if getattr(METHODS[name], f) != getattr(full, f)]
         assert len(changed) == 1, (name, changed)
 

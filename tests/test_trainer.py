@@ -84,7 +84,13 @@ def stock_gradients(folder, config, sampler):
     args = t.grpo_config(config, METHODS["grpo"], policy, folder)
     data = t.Dataset.from_dict({"prompt": [w.QUESTIONS[i].text for i in order]})
     trainer = GRPOTrainer(
-        policy.model, t.outcome_reward, args, data, processing_class=policy.tokenizer, rollout_func=rollout_func, callbacks=[seen]
+        policy.model,
+        t.outcome_reward,
+        args,
+        data,
+        processing_class=policy.tokenizer,
+        rollout_func=rollout_func,
+        callbacks=[seen],
     )
     trainer.train()
     return seen, w.adapter(policy)
@@ -136,7 +142,9 @@ def test_contract_scoring_override_equals_stock_on_the_same_batch(live):
     width = batch["completion_ids"].shape[1]
     mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
     arguments = (trainer.model, ids, attention, width)
-    stock, stock_entropies, _ = GRPOTrainer._get_per_token_logps_and_entropies(trainer, *arguments, compute_entropy=True)
+    stock, stock_entropies, _ = GRPOTrainer._get_per_token_logps_and_entropies(
+        trainer, *arguments, compute_entropy=True
+    )
     trainer._scored = mask
     for trainer.chunk_tokens in (None, 60):
         ours, entropies, _ = trainer._get_per_token_logps_and_entropies(*arguments, compute_entropy=True)
@@ -203,7 +211,14 @@ def oracle_gradient(policy, rollouts, weights, first_weights, config, method):
 
 @pytest.mark.parametrize(
     "method, kl_coef",
-    [("rapo", 0.0), ("rapo", 0.5), ("rapo_sign_aware", 0.0), ("rapo_no_timing", 0.0), ("rapo_released", 0.0), ("rapo_no_rpo", 0.0)],
+    [
+        ("rapo", 0.0),
+        ("rapo", 0.5),
+        ("rapo_sign_aware", 0.0),
+        ("rapo_no_timing", 0.0),
+        ("rapo_released", 0.0),
+        ("rapo_no_rpo", 0.0),
+    ],
 )
 def test_with_retrieval_the_gradient_is_that_of_the_oracle(tmp_path, method, kl_coef):
     config = w.small_config(updates_per_step=1, kl_coef=kl_coef, shaping_weight=0.5, advantage_weight=0.9)
@@ -216,7 +231,15 @@ def test_with_retrieval_the_gradient_is_that_of_the_oracle(tmp_path, method, kl_
 
 def test_each_weight_changes_the_gradient(tmp_path):
     config = w.small_config(rl_steps=1, updates_per_step=1)
-    names = ("rapo", "rapo_no_reward", "rapo_no_shaping", "rapo_no_quality", "high_h_rising", "rapo_sign_aware", "rapo_released")
+    names = (
+        "rapo",
+        "rapo_no_reward",
+        "rapo_no_shaping",
+        "rapo_no_quality",
+        "high_h_rising",
+        "rapo_sign_aware",
+        "rapo_released",
+    )
     grads = [train(tmp_path / m, m, config, w.Canned(noise=0.4))[1].all[0] for m in names]
     name = next(n for n in grads[0] if "lora_B" in n)
     for i in range(len(names)):
@@ -277,7 +300,9 @@ class Ratios(t.RAPOTrainer):
 
 def test_case20_ratio_is_one_before_the_first_update_and_not_after_it(tmp_path):
     policy, config = w.make_policy(), w.small_config(rl_steps=1, learning_rate=0.02)
-    trainer = Ratios(policy, w.QUESTIONS, w.FakeToolbox(), None, config, METHODS["grpo"], tmp_path, reward=w.coin_reward)
+    trainer = Ratios(
+        policy, w.QUESTIONS, w.FakeToolbox(), None, config, METHODS["grpo"], tmp_path, reward=w.coin_reward
+    )
     trainer.seen = []
     trainer.train()  # on real samples: the sampler's log-probabilities are those of the trainer
     first, second = trainer.seen
@@ -338,7 +363,9 @@ def test_case33_adapter_round_trip_in_a_new_process(tmp_path):
 
 def state_of(trainer):
     steps = [s["step"].item() for s in trainer.optimizer.state.values()]
-    moments = {f"{i}.{k}": s[k] for i, s in enumerate(trainer.optimizer.state.values()) for k in ("exp_avg", "exp_avg_sq")}
+    moments = {
+        f"{i}.{k}": s[k] for i, s in enumerate(trainer.optimizer.state.values()) for k in ("exp_avg", "exp_avg_sq")
+    }
     return steps, moments, w.adapter(trainer.policy), trainer.lr_scheduler.get_last_lr()
 
 
@@ -358,7 +385,12 @@ def test_case34_resume_is_exact_and_a_half_written_checkpoint_is_ignored(tmp_pat
     assert t.latest_checkpoint(tmp_path / "parts").name == "checkpoint-4"
     rest = []
     resumed = w.make_trainer(
-        w.make_policy(seed=5), config, "grpo", tmp_path / "parts", on_rl_step=lambda *a: rest.append(a), checkpoint_every=2
+        w.make_policy(seed=5),
+        config,
+        "grpo",
+        tmp_path / "parts",
+        on_rl_step=lambda *a: rest.append(a),
+        checkpoint_every=2,
     )
     resumed.train(resume_from_checkpoint=True)
     assert [row["rl_step"] for row, _ in first + rest] == [1, 2, 3, 4]
@@ -390,8 +422,13 @@ def test_case35_noise_in_the_seed_alone_changes_a_run(tmp_path):
 
 def test_settings_that_differ_from_trl(tmp_path):
     args = t.grpo_config(w.small_config(), METHODS["rapo"], w.make_policy(), tmp_path)
-    got = {k: getattr(args, k) for k in ("bf16", "loss_type", "epsilon", "epsilon_high", "adam_beta1", "adam_beta2", "weight_decay")}
-    want = dict(bf16=False, loss_type="grpo", epsilon=0.28, epsilon_high=0.28, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.0)
+    got = {
+        k: getattr(args, k)
+        for k in ("bf16", "loss_type", "epsilon", "epsilon_high", "adam_beta1", "adam_beta2", "weight_decay")
+    }
+    want = dict(
+        bf16=False, loss_type="grpo", epsilon=0.28, epsilon_high=0.28, adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.0
+    )
     assert got == want and not args.use_bias_correction_kl
     assert (args.steps_per_generation, args.num_iterations, args.logging_steps, args.beta) == (2, 1, 1, 0.0)
     assert args.lr_scheduler_type == "constant" and args.max_grad_norm == 1.0 and not args.gradient_checkpointing
@@ -409,7 +446,9 @@ def test_question_order_is_a_permutation_an_epoch_the_same_for_every_method():
 
 def test_arguments_that_do_not_fit_are_refused(tmp_path):
     def build(method="grpo", retriever=None, **changes):
-        return t.RAPOTrainer(w.make_policy(), w.QUESTIONS, None, retriever, w.small_config(**changes), METHODS[method], tmp_path)
+        return t.RAPOTrainer(
+            w.make_policy(), w.QUESTIONS, None, retriever, w.small_config(**changes), METHODS[method], tmp_path
+        )
 
     with pytest.raises(ValueError, match="'rapo' retrieves, and got no retriever"):
         build("rapo")
@@ -439,22 +478,37 @@ def test_rollout_metrics_by_hand():
         return own({"question_id": question, "segments": segments, "hybrid": hybrid, "reward": reward} | rest)
 
     rollouts = [
-        rollout([segment("policy", 2, 0.6), segment("tool", 1, ok=False, **tool), segment("policy", 1, 0.6)], False, 1.0),
+        rollout(
+            [segment("policy", 2, 0.6), segment("tool", 1, ok=False, **tool), segment("policy", 1, 0.6)], False, 1.0
+        ),
         rollout([segment("policy", 4, 0.6), segment("retrieval", 2), segment("policy", 2, 0.3)], True, 0.0),
         rollout([segment("policy", 1, 0.6), segment("tool", 2, ok=True, **tool)], True, math.nan, "p"),
     ]
     got = t.rollout_metrics(rollouts, METHODS["rapo"])
-    want = dict(reward=0.5, reward_on=1.0, reward_hybrid=0.0, nan_rewards=1, groups_no_signal_frac=0.5, entropy=(0.6 * 8 + 0.3 * 2) / 10)
-    want |= dict(retrieved_frac=0.25, retrieval_reward=0.6 * math.tanh(1.0), retrievals=1, tool_calls=2 / 3, tool_failures_frac=0.5)
+    want = dict(
+        reward=0.5,
+        reward_on=1.0,
+        reward_hybrid=0.0,
+        nan_rewards=1,
+        groups_no_signal_frac=0.5,
+        entropy=(0.6 * 8 + 0.3 * 2) / 10,
+    )
+    want |= dict(
+        retrieved_frac=0.25,
+        retrieval_reward=0.6 * math.tanh(1.0),
+        retrievals=1,
+        tool_calls=2 / 3,
+        tool_failures_frac=0.5,
+    )
     want |= dict(completion_tokens=(4 + 8 + 3) / 3, generated_tokens=10)
     assert got == pytest.approx(want)
 
 
 def test_metric_names_of_a_row(tmp_path):
     (row, rollouts) = train(tmp_path, "rapo", w.small_config(rl_steps=1), w.Canned(noise=0.1))[2][0]
-    names = "rl_step reward reward_on reward_hybrid entropy retrieved_frac retrieval_reward groups_no_signal_frac clip_frac "
-    names += "negative_factor_frac tool_calls tool_failures_frac completion_tokens generated_tokens retrievals rollout_sec "
-    names += "update_sec retrieval_sec tools_sec step_sec nan_rewards"
+    names = """rl_step reward reward_on reward_hybrid entropy retrieved_frac retrieval_reward groups_no_signal_frac
+        clip_frac negative_factor_frac tool_calls tool_failures_frac completion_tokens generated_tokens retrievals
+        rollout_sec update_sec retrieval_sec tools_sec step_sec nan_rewards"""
     assert set(row) == set(names.split()) and len(rollouts) == 8
     json.dumps(row)
 

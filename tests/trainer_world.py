@@ -18,8 +18,8 @@ from rapo_lib.config import RunConfig, child_rng
 from rapo_lib.methods import METHODS
 from rapo_lib.policy import Policy, add_lora
 from rapo_lib.rollout import RolloutBatch, RolloutStats
-from rapo_lib.trainer import RAPOTrainer, score_rollouts
 from rapo_lib.traces import Protocol, Rollout, Segment
+from rapo_lib.trainer import RAPOTrainer, score_rollouts
 
 QUESTIONS = [FakeQuestion(f"q{i}", f"what is the code {i} of the hotel?", max_steps=3) for i in range(4)]
 TOKENIZER = make_tokenizer()
@@ -27,7 +27,9 @@ VOCAB = len(TOKENIZER)
 
 
 def small_config(**changes: Any) -> RunConfig:
-    sizes = dict(rl_steps=2, questions_per_step=2, group_size=4, n_hybrid=2, max_completion=40, max_calls=3, learning_rate=2e-3)
+    sizes = dict(
+        rl_steps=2, questions_per_step=2, group_size=4, n_hybrid=2, max_completion=40, max_calls=3, learning_rate=2e-3
+    )
     return RunConfig().replace(**(sizes | changes))
 
 
@@ -44,7 +46,9 @@ def adapter(policy: Policy) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}
 
 
-def canned_rollout(policy: Policy, question: FakeQuestion, place: int, rl_step: int, hybrid: bool, noise: float) -> Rollout:
+def canned_rollout(
+    policy: Policy, question: FakeQuestion, place: int, rl_step: int, hybrid: bool, noise: float
+) -> Rollout:
     """Random ids: own, tool, perhaps retrieval, own; the sampler's log-probabilities are the policy's plus noise."""
     rng = child_rng(7, question.id, place, rl_step)
 
@@ -54,7 +58,10 @@ def canned_rollout(policy: Policy, question: FakeQuestion, place: int, rl_step: 
     def own(n: int) -> Segment:
         return Segment("policy", ids(n), (0.0,) * n, tuple(rng.uniform(0.1, 1.5, n).tolist()))
 
-    segments = [own(int(rng.integers(2, 7))), Segment("tool", ids(3), info={"tool": "search", "query": "x", "ok": True})]
+    segments = [
+        own(int(rng.integers(2, 7))),
+        Segment("tool", ids(3), info={"tool": "search", "query": "x", "ok": True}),
+    ]
     if hybrid:
         segments.append(Segment("retrieval", ids(int(rng.integers(3, 9)))))
     segments.append(own(int(rng.integers(2, 9))))
@@ -95,7 +102,9 @@ class Canned:
         return self.made[key]
 
 
-def make_trainer(policy: Policy, config: RunConfig, method: str, folder: Any, sampler: Any = None, **more: Any) -> RAPOTrainer:
+def make_trainer(
+    policy: Policy, config: RunConfig, method: str, folder: Any, sampler: Any = None, **more: Any
+) -> RAPOTrainer:
     retriever = FakeRetriever() if METHODS[method].retrieves else None
     sampling = {} if sampler is None else {"sampler": sampler}
     more = {"reward": (lambda r, q, p: r.reward) if sampler else coin_reward} | more
