@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from transformers import AutoTokenizer
 
 from rapo_lib.buffer import Retriever, StepTraceBuffer, import_traces_jsonl, make_traces, select_trajectories
-from rapo_lib.config import ROOT, RunConfig
+from rapo_lib.config import DATA, RunConfig
 from rapo_lib.evaluate import evaluate, summarise_skills
 from rapo_lib.methods import Method, get_method
 from rapo_lib.policy import Policy, add_lora, load_policy, save_adapter
@@ -24,9 +25,10 @@ from rapo_lib.rollout import SamplingLimits
 from rapo_lib.runs import buffer_paths
 from rapo_lib.tasks import Question, check_disjoint, load_pocket_questions
 from rapo_lib.tools import make_pocket_toolbox
-from rapo_lib.traces import Protocol, Rollout, load_jsonl, load_rollouts, save_jsonl
+from rapo_lib.traces import Protocol, Rollout, load_jsonl, load_rollouts, retokenise, save_jsonl
 from rapo_lib.trainer import RAPOTrainer, score_rollouts, train_sft
 
+POCKET = DATA / "pocket"
 #: Trajectories of a question that stay in the buffer (K of arXiv 2603.03078, C.3.1).
 TOP_K = 5
 #: Seed of every evaluation: all runs answer with the same random numbers.
@@ -52,7 +54,7 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     recorder.evaluate(0)
     work = folder / "work"
     if method.trained_by == "sft":
-        train_sft(policy, load_trajectories(config), config, work, on_update=recorder.on_update)
+        train_sft(policy, load_trajectories(config, policy.protocol, train), config, work, on_update=recorder.on_update)
     else:
         retriever = make_retriever(config, method, policy.protocol, train)
         toolbox = make_pocket_toolbox("train")
@@ -61,9 +63,22 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     return recorder.finish(test[: config.n_final])
 
 
-def load_trajectories(config: RunConfig) -> list[Rollout]:
-    """The best correct trajectories of each question from the buffer's teachers (what SFT learns from)."""
-    return [r for path in buffer_paths(config) for r in select_trajectories(load_rollouts(path), TOP_K)]
+def load_trajectories(config: RunConfig, protocol: Protocol, questions: Sequence[Question]) -> list[Rollout]:
+    """The best correct trajectories of each question from the buffer's teachers, in the policy's ids (what SFT learns from)."""
+    texts, out = {q.id: q.text for q in questions}, []
+    for path in buffer_paths(config):
+        source = protocol_of(path, protocol)
+        chosen = select_trajectories(load_rollouts(path), TOP_K)
+        same = source.tokenizer.get_vocab() == protocol.tokenizer.get_vocab()
+        out += chosen if same else [retokenise(r, texts[r.question_id], source, protocol) for r in chosen]
+    return out
+
+
+def protocol_of(path: Path, protocol: Protocol) -> Protocol:
+    """Whose ids a file of trajectories holds: the pocket tokenizer's for those that ship, else the policy's own."""
+    if path.parent != POCKET / "trajectories":
+        return protocol
+    return Protocol(AutoTokenizer.from_pretrained(POCKET / "tokenizer"))
 
 
 def make_buffer(config: RunConfig, protocol: Protocol, questions: Sequence[Question]) -> StepTraceBuffer:
@@ -71,7 +86,8 @@ def make_buffer(config: RunConfig, protocol: Protocol, questions: Sequence[Quest
     traces = []
     for path in buffer_paths(config):
         if "segments" in next(load_jsonl(path)):
-            traces += make_traces(load_rollouts(path), questions, protocol, path.stem.split("_")[0], TOP_K)
+            teacher = path.stem.split("_")[0]
+            traces += make_traces(load_rollouts(path), questions, protocol_of(path, protocol), teacher, TOP_K)
         else:
             traces += import_traces_jsonl(path)
     return StepTraceBuffer.build(traces)

@@ -362,21 +362,40 @@ class Protocol:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def prompt_ids(self, question: str) -> tuple[int, ...]:
-        return self._encode(self.prompt_text(question))
+        return self.encode(self.prompt_text(question))
 
     def observation_ids(self, text: str) -> tuple[int, ...]:
         """Ids of `<result> text</result>`, with the text neutralised."""
-        return self._encode(f"<result> {neutralise(text).strip()}</result>")
+        return self.encode(f"<result> {neutralise(text).strip()}</result>")
 
     def retrieval_ids(self, value: str) -> tuple[int, ...]:
         """Ids of `<retrieve>step</retrieve>`; only the step's own structure keeps its tags."""
-        return self._encode(f"<retrieve>{neutralise_step(value)}</retrieve>")
+        return self.encode(f"<retrieve>{neutralise_step(value)}</retrieve>")
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Ids of a text as it stands, with no special token added."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def retokenise(rollout: Rollout, question: str, source: Protocol, target: Protocol) -> Rollout:
+    """A teacher's trajectory in the ids of another model's tokenizer, to imitate it (never to score it).
+
+    Args:
+        rollout: in ids of `source`. question: its question's text. target: whose ids are wanted.
+
+    Returns:
+        The same segments; the numbers of the policy's are 0, since they belonged to other ids.
+    """
+    segments = []
+    for s in rollout.segments:
+        ids = target.encode(source.decode(s.ids))
+        numbers = (0.0,) * len(ids) if s.origin == "policy" else ()
+        segments.append(Segment(s.origin, ids, numbers, numbers, s.info))
+    prompt = target.prompt_ids(question)
+    return Rollout(rollout.question_id, prompt, segments, rollout.place, rollout.hybrid, rollout.end_reason, rollout.reward)
 
 
 def history_text(protocol: Protocol, question: str, segments: Sequence[Segment]) -> str:

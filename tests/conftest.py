@@ -202,7 +202,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ScriptedDecoder]:
     """`script(policy, turns)` makes the sampler write turns[row][step]; a step is a text or a list of ids."""
 
     def use(policy: Policy, turns: Sequence[Sequence[str | Sequence[int]]]) -> ScriptedDecoder:
-        encode = policy.protocol._encode
+        encode = policy.protocol.encode
         ids = [[encode(t) if isinstance(t, str) else tuple(t) for t in row] for row in turns]
         decoder = ScriptedDecoder(ids, policy.tokenizer.eos_token_id, len(policy.tokenizer))
         monkeypatch.setattr("rapo_lib.rollout.make_decoder", lambda _policy: decoder)

@@ -16,6 +16,7 @@ from rapo_lib.policy import load_adapter, load_policy
 from rapo_lib.runs import EXECUTOR, Run, finish_run
 from rapo_lib.tasks import load_pocket_questions
 from rapo_lib.traces import Rollout, Segment, load_rollouts
+from conftest import make_model
 
 TINY = RunConfig(rl_steps=2, questions_per_step=2, group_size=4, n_hybrid=2, eval_every=2, n_eval=4, n_final=6, sft_epochs=0.05)
 CLOCK = ["rollout_sec", "update_sec", "retrieval_sec", "tools_sec", "step_sec"]
@@ -79,7 +80,7 @@ def test_the_buffer_is_built_from_what_the_configuration_names(policy):
     retriever = make_retriever(config, get_method("rapo_to"), policy.protocol, train)
     assert (retriever.noise_prob, retriever.leak_guard, retriever.exclude_same_question) == (0.25, False, True)
     assert retriever.unit == "trajectory" and {t.teacher for t in retriever.buffer.traces} == {"teacher"}
-    kept = load_trajectories(config)
+    kept = load_trajectories(config, policy.protocol, train)
     assert all(r.reward == 1.0 for r in kept) and len({t.question_id for t in retriever.buffer.traces}) == len({r.question_id for r in kept})
 
 
@@ -127,3 +128,20 @@ def test_pass_at_k():
     assert pass_at_k([[1, 0], [0, 0]], 1) == 0.25 and pass_at_k([[1, 0], [0, 0]], 2) == 0.5
     with pytest.raises(ValueError, match="k is 3; allowed: 1 to 2"):
         pass_at_k([[1, 0]], 3)
+
+
+@pytest.mark.parametrize("method", ["rapo", "sft"])
+def test_a_qwen_with_another_tokenizer_learns_from_the_pocket_teacher(tmp_path, split_tokenizer, method):
+    """The profile `qwen` in small: a Qwen2 or Qwen3 whose tokenizer cuts the tags into several ids."""
+    folder = tmp_path / "model"
+    make_model(split_tokenizer, "qwen2", max_position_embeddings=2048).save_pretrained(folder)
+    split_tokenizer.save_pretrained(folder)
+    config = TINY.replace(method=method, student=str(folder), rl_steps=1, eval_every=1, n_eval=2, n_final=2, max_completion=96)
+    execute_run(config, tmp_path)
+    assert len(pd.read_parquet(tmp_path / "evals.parquet")) == 3 + (method == "rapo")
+
+    student, train = load_policy(folder), load_pocket_questions("exploration", "train")
+    example = load_trajectories(config, student.protocol, train)[0]
+    text = student.protocol.decode(example.completion_ids)
+    assert text.startswith("<think> need") and student.protocol.prompt_text(train[0].text).startswith("<") and "boxed" in text
+    assert len(student.protocol.encode("</search>")) > 1

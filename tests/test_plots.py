@@ -41,7 +41,7 @@ def curves(n_seeds: int) -> pd.DataFrame:
 def rollout(protocol, *parts) -> Rollout:
     segments = []
     for i, (origin, text) in enumerate(parts):
-        ids = protocol._encode(text)
+        ids = protocol.encode(text)
         numbers = ((-0.5,) * len(ids), (0.1 * (i + 1),) * len(ids)) if origin == "policy" else ((), ())
         segments.append(Segment(origin, ids, *numbers, {"tool": "search", "query": HOSTILE} if origin == "tool" else {}))
     return Rollout("q1", (1, 2), segments, hybrid=True, end_reason="answer", reward=1.0)

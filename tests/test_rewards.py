@@ -39,7 +39,7 @@ def make_rollout(protocol, *parts, end_reason="answer"):
     segments = []
     for part in parts:
         origin, text = ("policy", part) if isinstance(part, str) else part
-        ids = protocol._encode(text)
+        ids = protocol.encode(text)
         numbers = (0.0,) * len(ids) if origin == "policy" else ()
         info = {"tool": "search", "ok": True} if origin == "tool" else {}
         segments.append(Segment(origin, ids, numbers, numbers, info))

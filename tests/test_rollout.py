@@ -80,7 +80,7 @@ def test_a_rollout_is_steps_results_and_an_answer(tiny_policy, questions, script
 @pytest.mark.parametrize("policy_name", ["tiny_policy", "split_policy"])
 def test_case1_sampled_ids_are_never_encoded_again(policy_name, request, questions, script):
     policy = request.getfixturevalue(policy_name)
-    encode, letters = policy.protocol._encode, []
+    encode, letters = policy.protocol.encode, []
     for c in "need":
         letters += encode(c)
     step = [*encode("<think>"), *letters, *encode("</think><search> x</search>")]
@@ -266,7 +266,7 @@ def test_case25_logps_and_entropies_equal_a_fresh_forward(tiny_policy, questions
 
 def test_case25_step_entropy_is_a_mean_over_the_policys_own_tokens(tiny_policy, questions, script):
     free = [ScriptedDecoder.FREE]
-    encode = tiny_policy.protocol._encode
+    encode = tiny_policy.protocol.encode
     turns = [[*encode("<search>"), *free * n, *encode("</search>")] for n in (3, 3)]
     script(tiny_policy, [[*turns, ANSWER]])
     (r,) = run(tiny_policy, requests(questions[:1], 1)).rollouts
@@ -352,14 +352,14 @@ def test_a_trace_of_more_steps_than_are_left_is_not_inserted(tiny_policy, script
 
 
 def test_length_limit_cuts_an_insertion_and_ends_the_rollout(tiny_policy, questions, script):
-    n_own, n_tool = (len(tiny_policy.protocol._encode(t)) for t in (SEARCH, "<result> EMPLOYER OF KAVELO</result>"))
+    n_own, n_tool = (len(tiny_policy.protocol.encode(t)) for t in (SEARCH, "<result> EMPLOYER OF KAVELO</result>"))
     for limit, kept in ((n_own, 0), (n_own + 2, 2), (n_own + n_tool, n_tool)):
         script(tiny_policy, [[SEARCH, ANSWER]])
         (r,) = run(tiny_policy, requests(questions[:1], 1), limits=SamplingLimits(limit, 8, 6)).rollouts
         assert r.end_reason == "length" and len(r.completion_ids) == limit
         assert sum(len(s.ids) for s in r.tool_calls) == kept
     script(tiny_policy, [[ANSWER]])
-    exact = SamplingLimits(len(tiny_policy.protocol._encode(ANSWER)), 8, 6)
+    exact = SamplingLimits(len(tiny_policy.protocol.encode(ANSWER)), 8, 6)
     assert run(tiny_policy, requests(questions[:1], 1), limits=exact).rollouts[0].end_reason == "answer"
 
 
@@ -388,7 +388,7 @@ def test_when_to_retrieve_by_entropy_and_coin():
 
 
 def test_entropy_above_sees_the_steps_so_far(tiny_policy, questions, script):
-    encode = tiny_policy.protocol._encode
+    encode = tiny_policy.protocol.encode
     free = [*encode("<search>"), *[ScriptedDecoder.FREE] * 4, *encode("</search>")]
     script(tiny_policy, [[SEARCH, free, ANSWER]])
     asked = [RolloutRequest(questions[0], 0, True)]
@@ -431,7 +431,7 @@ def test_case35_when_rows_are_served_changes_no_token(tiny_policy, questions, sc
 
 def free_turns(policy):
     """Three calls of free ids and an answer."""
-    encode, free = policy.protocol._encode, ScriptedDecoder.FREE
+    encode, free = policy.protocol.encode, ScriptedDecoder.FREE
     return [[*encode("<search>"), free, free, free, *encode("</search>")]] * 3 + [ANSWER]
 
 

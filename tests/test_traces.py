@@ -237,7 +237,7 @@ def test_case_26_keys_and_queries_read_a_retrieved_step_as_a_step(tiny_tokenizer
     protocol = Protocol(tiny_tokenizer)
     step = "<search> b</search><result> c</result>"
     inserted = Segment("retrieval", protocol.retrieval_ids(step))
-    ids = protocol._encode(step)
+    ids = protocol.encode(step)
     own = Segment("policy", ids, (0.0,) * len(ids), (0.0,) * len(ids))
     assert history_text(protocol, " q ", [inserted]) == history_text(protocol, "q", [own]) == "q\n" + step
 
