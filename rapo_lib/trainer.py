@@ -202,8 +202,8 @@ def grpo_config(
     micro_batch = rows if micro_batch is None else micro_batch
     if rollouts % parts or rows % micro_batch:
         raise ValueError(
-            f"{rollouts} rollouts do not divide into {config.updates_per_step} optimiser steps x {n_processes} processes x "
-            f"micro-batches of {micro_batch}; change group_size, questions_per_step or micro_batch"
+            f"{rollouts} rollouts do not divide into {config.updates_per_step} optimiser steps x {n_processes} processes "
+            f"x micro-batches of {micro_batch}; change group_size, questions_per_step or micro_batch"
         )
     loss: dict[str, Any] = dict(loss_type="grpo", epsilon=config.clip, epsilon_high=config.clip)
     if method.released_loss:
@@ -709,7 +709,7 @@ def bench(args: Namespace | None = None) -> None:
     limits = SamplingLimits(config.max_completion, config.max_calls, config.max_calls)
     rollouts = sample_rollouts(load_policy(config.student), requests, toolbox, limits=limits, seed=0).rollouts
     n_tokens = sum(len(r.completion_ids) for r in rollouts)
-    print(f"{len(rollouts)} rollouts, {n_tokens} completion tokens, one thread, {config.updates_per_step} optimiser steps")
+    print(f"{len(rollouts)} rollouts, {n_tokens} completion tokens, one thread, {config.updates_per_step} updates")
 
     def seconds(stock: bool, share_with_signal: float) -> float:
         """Fastest RL step but the first; the groups behind the share get equal rewards."""
