@@ -721,7 +721,8 @@ class StepTraceBuffer:
                 raise ValueError(f"{folder}: traces.jsonl has {found} {what}, {side} {want}; build the buffer again")
         if not index.d == sidecar["dim"] == encoder.dim:
             raise ValueError(
-                f"{folder}: index has {index.d} dimensions, encoder has {encoder.dim}; build the buffer again"
+                f"{folder}: index.faiss has {index.d} dimensions, buffer.json says {sidecar['dim']}, the encoder gives "
+                f"{encoder.dim}; build the buffer again"
             )
         return cls(traces, encoder, index, sidecar["cut_keys_frac"])
 
