@@ -18,6 +18,7 @@ import pandas as pd
 import seaborn as sns
 import torch
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.ticker import PercentFormatter
@@ -68,6 +69,7 @@ STYLES: dict[str, tuple[str, Any]] = {
     "rapo_no_reward": (_COLOURS[5], "-."),
     "rapo_no_shaping": (_COLOURS[6], ":"),
     "rapo_to": (_COLOURS[7], "--"),
+    "rapo_weak": (_COLOURS[3], (0, (5, 1, 1, 1, 1, 1))),
     "rapo_sign_aware": (_COLOURS[8], "-"),
     "rapo_no_quality": (_COLOURS[9], "-."),
     "rapo_no_timing": (_COLOURS[9], ":"),
@@ -78,13 +80,20 @@ STYLES: dict[str, tuple[str, Any]] = {
 }
 #: Names that stand in legends.
 LABELS = {"grpo": "GRPO", "rapo": "RAPO", "sft": "SFT", "luffy": "LUFFY", "rapo_to": "RAPO w/ TO"}
+LABELS |= {"rapo_weak": "RAPO, weak teacher", "student": "student, untrained", "teacher": "teacher", "weak": "weak teacher"}
 SIZES = {1: (6.4, 3.6), 2: (10.0, 3.6), 3: (10.0, 3.6), 4: (10.0, 6.4)}
 
 
 def style_of(variant: str) -> tuple[str, Any]:
-    """Colour and line style of a method or variant; names not in STYLES get a fixed one from their letters."""
+    """Colour and line style of a method or variant; names not in STYLES get a fixed one from their letters.
+
+    RAPO with noise, `rapo_p=0.4`, is the darker the more noise there is.
+    """
     if variant in STYLES:
         return STYLES[variant]
+    if variant.startswith("rapo_p="):
+        p = float(variant.removeprefix("rapo_p="))
+        return to_hex(sns.color_palette("flare", as_cmap=True)(p)), _LINES[round(4 * p)]
     draw = zlib.crc32(variant.encode())
     return _COLOURS[draw % len(_COLOURS)], _LINES[draw // len(_COLOURS) % len(_LINES)]
 
