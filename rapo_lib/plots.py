@@ -70,6 +70,8 @@ STYLES: dict[str, tuple[str, Any]] = {
     "rapo_no_shaping": (_COLOURS[6], ":"),
     "rapo_to": (_COLOURS[7], "--"),
     "rapo_weak": (_COLOURS[3], (0, (5, 1, 1, 1, 1, 1))),
+    "teacher": (_COLOURS[1], "-"),
+    "weak": (_COLOURS[3], (0, (5, 1, 1, 1, 1, 1))),
     "rapo_sign_aware": (_COLOURS[8], "-"),
     "rapo_no_quality": (_COLOURS[9], "-."),
     "rapo_no_timing": (_COLOURS[9], ":"),
@@ -80,7 +82,7 @@ STYLES: dict[str, tuple[str, Any]] = {
 }
 #: Names that stand in legends.
 LABELS = {"grpo": "GRPO", "rapo": "RAPO", "sft": "SFT", "luffy": "LUFFY", "rapo_to": "RAPO w/ TO"}
-LABELS |= {"rapo_weak": "RAPO, weak teacher", "student": "student, untrained", "teacher": "teacher", "weak": "weak teacher"}
+LABELS |= {"rapo_weak": "RAPO, weak teacher", "student": "student, untrained", "weak": "weak teacher"}
 SIZES = {1: (6.4, 3.6), 2: (10.0, 3.6), 3: (10.0, 3.6), 4: (10.0, 6.4)}
 
 
