@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from rapo_lib.config import RunConfig
-from rapo_lib.pocket.world import OPERATORS, SKILLS
+from rapo_lib.pocket.world import SKILLS
 from rapo_lib.policy import Policy
 from rapo_lib.rewards import pocket_reward
 from rapo_lib.rollout import RolloutRequest, SamplingLimits, coin, sample_rollouts
@@ -55,9 +55,10 @@ def rollout_table(rollouts: Iterable[Rollout], questions: Iterable[Question], pr
     """One row a rollout of pocket questions.
 
     Returns:
-        question_id, place, hybrid, retrievals, success, own_calls, own_hard (different hard steps of the question that
-        an own call did in their right form, whatever value it was applied to), copied (own calls that repeat a call
-        which stands in a retrieved trace of the same rollout), tokens (completion, inserted ones included).
+        question_id, place, hybrid, retrievals, success, own_calls, own_hard and own_wrong (different hard steps of the
+        question that an own call did in their right or in their plausible wrong form, whatever value it was applied
+        to), copied (own calls that repeat a call which stands in a retrieved trace of the same rollout), tokens
+        (completion, inserted ones included).
     """
     by_id = {q.id: q for q in questions}
     rows = []
@@ -67,7 +68,8 @@ def rollout_table(rollouts: Iterable[Rollout], questions: Iterable[Question], pr
         forms = _hard_forms(by_id[r.question_id])
         row = {"question_id": r.question_id, "place": r.place, "hybrid": r.hybrid, "retrievals": len(r.retrievals)}
         row |= {"success": bool((r.reward or 0) >= 1), "own_calls": len(own)}
-        row |= {"own_hard": sum(any(tool == t and form.fullmatch(q) for t, q in own) for tool, form in forms)}
+        for i, name in enumerate(("own_hard", "own_wrong")):
+            row[name] = sum(any(tool == t and form[i].fullmatch(q) for t, q in own) for tool, form in forms)
         rows.append(row | {"copied": sum(call in seen for call in own), "tokens": len(r.completion_ids)})
     return pd.DataFrame(rows)
 
@@ -97,16 +99,15 @@ def _calls(text: str) -> list[tuple[str, str]]:
     return [(m["tool"], _squeezed(m["query"])) for m in _ACTION.finditer(text)]
 
 
-def _hard_forms(question: Question) -> list[tuple[str, re.Pattern[str]]]:
-    """For each hard step of a question: its tool and its right form, with any value in it."""
-    forms = []
-    operands = question.info.get("operands") or [""] * len(question.info["skills"])
-    for name, word, n in zip(question.info["skills"], question.info["words"], operands, strict=True):
-        skill = SKILLS[name]
-        if skill.hard:
-            form = _squeezed(skill.right.format(w=word, x="\0", n=n, o=OPERATORS.get(word, "")))
-            forms.append((skill.tool, re.compile(re.escape(form).replace(re.escape("\0"), r"\w+"))))
-    return forms
+def _hard_forms(question: Question) -> list[tuple[str, tuple[re.Pattern[str], re.Pattern[str]]]]:
+    """For each hard step of a question: its tool, its right form and its wrong form, with any value in them."""
+    steps = zip(question.info["skills"], question.info["words"], strict=True)
+    hard = [(SKILLS[name], word) for name, word in steps if SKILLS[name].hard]
+    return [(skill.tool, (_pattern(skill.right, word), _pattern(skill.wrong, word))) for skill, word in hard]
+
+
+def _pattern(form: str, word: str) -> re.Pattern[str]:
+    return re.compile(re.escape(_squeezed(form.format(w=word, x="\0"))).replace("\0", r"\w+"))
 
 
 def _squeezed(text: str) -> str:

@@ -45,7 +45,8 @@ def test_own_hard_steps_are_told_from_copies(protocol):
     assert table["own_hard"].tolist() == [1, 1] and table["copied"].tolist() == [1, 0]
     assert table["success"].tolist() == [True, False] and table["retrievals"].tolist() == [1, 0]
     wrong_form = Rollout("q", (9,), [policy_segment(0.1), call("search", "hotel of 42")], reward=0.0)
-    assert rollout_table([wrong_form], [QUESTION], protocol)["own_hard"].tolist() == [0]
+    (row,) = rollout_table([wrong_form], [QUESTION], protocol).to_dict("records")
+    assert (row["own_hard"], row["own_wrong"]) == (0, 1)
 
 
 def test_one_row_a_retrieval_with_the_steps_on_either_side(protocol):
