@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -79,15 +80,17 @@ def test_shipped_questions_are_those_that_the_code_makes(regime):
         assert [(q.id, q.text, q.answers) for q in shipped] == [(q.id, q.text, (q.answer,)) for q in make_questions(regime, split)]
 
 
-def test_wrong_forms_never_reach_the_answer():
-    world, rng = World("w", split_names("train")), random.Random(1)
-    for _ in range(50):
-        chain = sample_chain(world, Shape(6, 3), rng)
-        for wrong in chain.hard_places:
-            value = chain.values[0]
-            for i, op in enumerate(chain.ops):
-                value = world.apply(op, value, i != wrong)[1]
-            assert value != chain.values[-1]
+@pytest.mark.parametrize("regime", REGIMES)
+def test_wrong_forms_never_reach_the_answer_with_the_real_tools(regime, toolbox):
+    for q in load_pocket_questions(regime, "test"):
+        ops = [Op(*o) for o in zip(q.info["skills"], q.info["words"], q.info["operands"], strict=True)]
+        hard = [i for i, o in enumerate(ops) if SKILLS[o.skill].hard]
+        for wrong in (set(c) for n in range(1, len(hard) + 1) for c in itertools.combinations(hard, n)):
+            value = q.info["chain"][0]
+            for i, op in enumerate(ops):
+                argument = World("any", ["A"]).apply(op, value, i not in wrong)[0]
+                value = toolbox.run([(SKILLS[op.skill].tool, argument)])[0].text.strip()
+            assert value != q.answer, (q.id, wrong)
 
 
 def test_impossible_shape_is_refused():

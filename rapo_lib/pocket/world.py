@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rapo_lib.tasks import Question
+from rapo_lib.tools import SearchTool
 
 FIRST = [c + v + d for c, v, d in zip("BDFGHJKLMNPRSTVZ" * 3, "aeiouaeiouaeio" * 4, "lnrskvmtbdlnrsg" * 4, strict=False)][:48]
 SECOND = [v + c + w for v, c, w in zip("aeiou" * 8, "bdfgklmnprstvz" * 3, "oaeui" * 8, strict=False)][:40]
@@ -83,6 +84,10 @@ class Op:
     @property
     def phrase(self) -> str:
         return self.word if self.operand is None else f"{self.word} {self.operand}"
+
+
+#: (step, value, right form?) -> (argument, result)
+Apply = Callable[[Op, str, bool], tuple[str, str]]
 
 
 def all_names() -> list[str]:
@@ -209,8 +214,12 @@ class Shape:
     inner: bool = True
 
 
-def sample_chain(world: World, shape: Shape, rng: random.Random) -> Chain:
+def sample_chain(world: World, shape: Shape, rng: random.Random, apply: Apply | None = None) -> Chain:
     """Draw a question of a shape; no value occurs twice, and no wrong form reaches the answer by luck.
+
+    Args:
+        world, shape, rng: facts, form and random stream.
+        apply: what a step returns when luck is checked; None: the world's own facts.
 
     Raises:
         ValueError: the world's words cannot make a question of this shape.
@@ -224,7 +233,7 @@ def sample_chain(world: World, shape: Shape, rng: random.Random) -> Chain:
         for op in ops:
             values.append(world.apply(op, values[-1])[1])
         chain = Chain(world, tuple(ops), tuple(values))
-        if _values_fit(values) and not _wrong_form_may_succeed(chain):
+        if _values_fit(values) and not wrong_form_may_succeed(chain, apply or world.apply):
             return chain
     raise ValueError(f"no question of shape {shape} was found in 10,000 draws: too few words for its steps")
 
@@ -255,16 +264,34 @@ def _values_fit(values: Sequence[str]) -> bool:
     return len(set(values)) == len(values) and all(LOW <= n <= HIGH for n in numbers)
 
 
-def _wrong_form_may_succeed(chain: Chain) -> bool:
+def wrong_form_may_succeed(chain: Chain, apply: Apply) -> bool:
+    """Whether some mix of right and wrong forms with at least one wrong one ends at the answer."""
     places = chain.hard_places
     for bits in range(1, 2 ** len(places)):
         value = chain.values[0]
         for i, op in enumerate(chain.ops):
             wrong = i in places and bits >> places.index(i) & 1
-            value = chain.world.apply(op, value, not wrong)[1]
+            value = apply(op, value, not wrong)[1]
         if value == chain.values[-1]:
             return True
     return False
+
+
+def search_engine(world: World) -> Apply:
+    """`World.apply` as the agent meets it: what the search tool finds, also for numbers that no title holds.
+
+    A wrong product may lie above every number of the wiki; BM25 then falls back to some title that shares
+    the other words, the same one for all such numbers, and a wrong form could reach the answer there.
+    """
+    search = SearchTool(list(world.documents()))
+
+    def apply(op: Op, value: str, right: bool = True) -> tuple[str, str]:
+        argument, result = world.apply(op, value, right)
+        if SKILLS[op.skill].tool == "search":
+            result = search.run([argument])[0].text.strip()
+        return argument, result
+
+    return apply
 
 
 #: Shapes of the questions in each regime (see data/README.md for the reasoning behind them).
@@ -283,16 +310,19 @@ def make_world(split: str) -> World:
 def make_questions(regime: str, split: str) -> list[Question]:
     """The questions of one regime and split, with disjoint names and facts between splits.
 
+    No question holds its own answer, and with the real search no wrong form reaches it.
+
     Raises:
         ValueError: unknown regime or split.
     """
     if regime not in REGIMES:
         raise ValueError(f"unknown regime {regime!r}; allowed: {', '.join(REGIMES)}")
     world, rng = make_world(split), random.Random(f"{regime}|{split}")
+    apply = search_engine(world)
     shapes, out, seen = REGIMES[regime], [], set()
     while len(out) < SPLIT_SIZES[split]:
-        chain = sample_chain(world, shapes[len(out) % len(shapes)], rng)
-        if chain.text not in seen:
+        chain = sample_chain(world, shapes[len(out) % len(shapes)], rng, apply)
+        if chain.text not in seen and chain.values[-1] not in {str(o.operand) for o in chain.ops}:
             seen.add(chain.text)
             out.append(_to_question(chain, f"{regime}-{split}-{len(out):03d}", split, regime))
     return out
