@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 #: Decimals of a score; scores that are equal after rounding tie.
 SCORE_DECIMALS = 5
-#: Trajectories kept of one question. The paper keeps 5 of 16; with 8 samples a question 4 gave the same coverage.
-TOP_K = 4
+#: Trajectories kept of one question (K of arXiv 2603.03078, C.3.1; the paper keeps 5 of 16).
+TOP_K = 5
 FORMAT = 1
 
 

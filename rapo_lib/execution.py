@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 from transformers import AutoTokenizer
 
-from rapo_lib.buffer import Retriever, StepTraceBuffer, import_traces_jsonl, make_traces, select_trajectories
+from rapo_lib.buffer import TOP_K, Retriever, StepTraceBuffer, import_traces_jsonl, make_traces, select_trajectories
 from rapo_lib.config import DATA, RunConfig
 from rapo_lib.evaluate import evaluate, summarise_skills
 from rapo_lib.methods import Method, get_method
@@ -29,8 +29,6 @@ from rapo_lib.traces import Protocol, Rollout, load_jsonl, load_rollouts, retoke
 from rapo_lib.trainer import RAPOTrainer, score_rollouts, train_sft
 
 POCKET = DATA / "pocket"
-#: Trajectories of a question that stay in the buffer (K of arXiv 2603.03078, C.3.1).
-TOP_K = 5
 #: Seed of every evaluation: all runs answer with the same random numbers.
 EVALUATION_SEED = 0
 
