@@ -142,7 +142,8 @@ def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
     p, shrink = successes / n, 1 + z * z / n
     mid = (p + z * z / (2 * n)) / shrink
     half = z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / shrink
-    return Interval(p, max(0.0, float(mid - half)), min(1.0, float(mid + half)), n)
+    # At 0 and at n successes an end is p itself; rounding must not put it on the wrong side.
+    return Interval(p, min(p, max(0.0, float(mid - half))), max(p, min(1.0, float(mid + half))), n)
 
 
 def probability_of_improvement(x: ArrayLike, y: ArrayLike, *, seed: int = 0, n_resamples: int = 2000) -> Interval:

@@ -38,7 +38,7 @@ def test_single_seed_has_no_interval():
 
 def test_wilson_at_the_ends():
     assert wilson(0, 20).low == 0.0 and wilson(0, 20).high > 0.1
-    assert wilson(20, 20).high == pytest.approx(1.0)
+    assert all(wilson(0, n).low == 0.0 and wilson(n, n).high == 1.0 for n in range(1, 1200))  # rounding included
     assert wilson(7, 10, confidence=0.5).half_width < wilson(7, 10).half_width
     for bad in ((3, 2), (-1, 2), (0, 0)):
         with pytest.raises(ValueError):
