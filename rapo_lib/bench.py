@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rapo_lib import buffer, sandbox, trainer
 from rapo_lib.config import DATA
 from rapo_lib.policy import Policy, add_lora, load_policy, merged_model
 from rapo_lib.rollout import RolloutRequest, SamplingLimits, sample_rollouts
@@ -150,7 +151,12 @@ def _generate(
     return [row[: row.index(pad)] if pad in row else row for row in new]
 
 
-BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {"rollout": bench_rollout}
+BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "rollout": bench_rollout,
+    "update": trainer.bench,
+    "buffer": buffer.bench,
+    "sandbox": sandbox.bench,
+}
 
 if __name__ == "__main__":
     main()

@@ -60,7 +60,9 @@ class RunConfig:
     retrieval_prob: float = _f(0.5, "probability of a retrieval before each later step", "p", f"{_P}, Eq. 4")
     shaping_weight: float = _f(0.05, "weight of the retrieved fraction in the importance ratio", "m", f"{_P}, Eq. 8")
     advantage_weight: float = _f(0.2, "weight of the retrieval advantage", "a", f"{_P}, Eq. 10")
-    noise_prob: float = _f(0.0, "probability that a retrieved trace is replaced by a random one", "p_noise", f"{_P}, Fig. 6")
+    noise_prob: float = _f(
+        0.0, "probability that a retrieved trace is replaced by a random one", "p_noise", f"{_P}, Fig. 6"
+    )
     leak_guard: bool = _f(True, "insert nothing when a trace already holds the gold answer", source="ours")
     exclude_same_question: bool = _f(False, "never retrieve from trajectories of the same question", source="ours")
     extra_steps: int = _f(0, "steps beyond the question's budget", source="ours")
@@ -138,7 +140,9 @@ class Profile:
     n_gate: int = _f(1000, "rollouts each way of the check before any RL")
     offline: bool = _f(True, "everything needed lies in the repository: no hub is asked")
     tried: bool = _f(True, "whether the profile has been run from end to end")
-    run: Mapping[str, Any] = field(default_factory=dict, metadata={"doc": "RunConfig fields that differ from the default"})
+    run: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"doc": "RunConfig fields that differ from the default"}
+    )
 
     def config(self, method: str, seed: int = 0, **overrides: Any) -> RunConfig:
         """The configuration of one run in this profile; `overrides` are RunConfig fields."""

@@ -62,7 +62,9 @@ def plain_parameter(name: str, value: Any) -> Any:
         return [plain_parameter(name, v) for v in value]
     if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
         return {k: plain_parameter(name, v) for k, v in value.items()}
-    raise TypeError(f"parameter {name} is a {type(value).__name__}; allowed: numbers, strings, paths, lists, dicts of these")
+    raise TypeError(
+        f"parameter {name} is a {type(value).__name__}; allowed: numbers, strings, paths, lists, dicts of these"
+    )
 
 
 def declared_parameters(nb: nbformat.NotebookNode) -> set[str]:
@@ -81,7 +83,11 @@ def declared_parameters(nb: nbformat.NotebookNode) -> set[str]:
 
 
 def execute_notebook(
-    source: Path, output: Path, parameters: Mapping[str, Any] | None = None, *, stream: Callable[[str], None] | None = None
+    source: Path,
+    output: Path,
+    parameters: Mapping[str, Any] | None = None,
+    *,
+    stream: Callable[[str], None] | None = None,
 ) -> nbformat.NotebookNode:
     """Run a notebook in a kernel of its own, in its folder, and write the executed copy.
 
@@ -108,9 +114,13 @@ def execute_notebook(
         done, error = _papermill(nb, source, output, wanted, stream)
     if error:
         raise NotebookFailed(error)
-    never = [i for i, c in enumerate(done.cells) if c.cell_type == "code" and c.source.strip() and c.execution_count is None]
+    never = [
+        i for i, c in enumerate(done.cells) if c.cell_type == "code" and c.source.strip() and c.execution_count is None
+    ]
     if never or _left_early(done):
-        raise NotebookFailed(f"cell {never[0] if never else len(done.cells)} was never run: the kernel left early (sys.exit?)")
+        raise NotebookFailed(
+            f"cell {never[0] if never else len(done.cells)} was never run: the kernel left early (sys.exit?)"
+        )
     return done
 
 
@@ -175,7 +185,9 @@ def _kernel_environment():
 
 def cells_hash(nb: nbformat.NotebookNode) -> str:
     """8 hex digits of a source notebook's code cells; prose may change freely."""
-    code = [c.source for c in nb.cells if c.cell_type == "code" and "injected-parameters" not in c.metadata.get("tags", [])]
+    code = [
+        c.source for c in nb.cells if c.cell_type == "code" and "injected-parameters" not in c.metadata.get("tags", [])
+    ]
     return hashlib.blake2b(json.dumps(code).encode(), digest_size=4).hexdigest()
 
 
@@ -203,7 +215,12 @@ def select_notebooks(only: Sequence[str], folder: Path = NOTEBOOKS) -> list[Path
 
 
 def run_notebooks(
-    profile: Profile, *, only: Sequence[str] = (), jobs: int | None = None, fresh: bool = False, folder: Path = NOTEBOOKS
+    profile: Profile,
+    *,
+    only: Sequence[str] = (),
+    jobs: int | None = None,
+    fresh: bool = False,
+    folder: Path = NOTEBOOKS,
 ) -> int:
     """Run the notebooks that are not done, in order; one line each and a final table.
 
@@ -356,7 +373,10 @@ def export_html(profile: str) -> int:
     folder = results_folder() / profile
     copies = [p for p in sorted((folder / "notebooks").glob("[0-9]*.ipynb")) if ".failed" not in p.name]
     if not copies:
-        print(f"{_shown(folder)}/notebooks holds no executed notebook; run ./run_all.sh --profile {profile} first", file=sys.stderr)
+        print(
+            f"{_shown(folder)}/notebooks holds no executed notebook; run ./run_all.sh --profile {profile} first",
+            file=sys.stderr,
+        )
         return 1
     exporter = HTMLExporter()
     (folder / "html").mkdir(exist_ok=True)

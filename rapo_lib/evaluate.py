@@ -56,7 +56,14 @@ def evaluate(
     for first in range(0, len(requests), BATCH):
         part = requests[first : first + BATCH]
         batch = sample_rollouts(
-            policy, part, toolbox, limits=limits, seed=seed, stream=("evaluate",), greedy=greedy, temperature=temperature
+            policy,
+            part,
+            toolbox,
+            limits=limits,
+            seed=seed,
+            stream=("evaluate",),
+            greedy=greedy,
+            temperature=temperature,
         )
         for request, rollout in zip(part, batch.rollouts, strict=True):
             rollout.reward = reward(rollout, request.question, policy.protocol)
@@ -104,7 +111,9 @@ def call_results(rollout: Rollout, question: Question, protocol: Protocol) -> li
         if call is not None:
             skill = SKILLS[skills[i]]
             form = skill.right.format(w=words[i], x=value, n=operands[i], o=OPERATORS.get(words[i], ""))
-            results.append((skill.name, (call.info["tool"], _squeezed(call.info["query"])) == (skill.tool, _squeezed(form))))
+            results.append(
+                (skill.name, (call.info["tool"], _squeezed(call.info["query"])) == (skill.tool, _squeezed(form)))
+            )
         if step:
             value = _value(protocol.decode(step[-1].ids)) or value
     return results
@@ -162,7 +171,16 @@ def summarise_skills(table: pd.DataFrame) -> pd.DataFrame:
     for skill in SKILLS.values():
         calls, right = (int(table[f"{kind}_{skill.name}"].sum()) for kind in ("calls", "right"))
         rate = right / calls if calls else math.nan
-        rows.append({"skill": skill.name, "family": skill.family, "hard": skill.hard, "calls": calls, "right": right, "rate": rate})
+        rows.append(
+            {
+                "skill": skill.name,
+                "family": skill.family,
+                "hard": skill.hard,
+                "calls": calls,
+                "right": right,
+                "rate": rate,
+            }
+        )
     return pd.DataFrame(rows)
 
 

@@ -91,7 +91,9 @@ def make_buffer(config: RunConfig, protocol: Protocol, questions: Sequence[Quest
     return StepTraceBuffer.build(traces)
 
 
-def make_retriever(config: RunConfig, method: Method, protocol: Protocol, questions: Sequence[Question]) -> Retriever | None:
+def make_retriever(
+    config: RunConfig, method: Method, protocol: Protocol, questions: Sequence[Question]
+) -> Retriever | None:
     """The retriever of a run; None for a method that does not retrieve."""
     if not method.retrieves:
         return None
@@ -164,13 +166,27 @@ class Recorder:
     def _answer(self, questions: Sequence[Question], toolbox: Any, *, greedy: bool) -> pd.DataFrame:
         c = self.config
         return evaluate(
-            self.policy, questions, toolbox, limits=self.limits, seed=EVALUATION_SEED, greedy=greedy, temperature=c.temperature
+            self.policy,
+            questions,
+            toolbox,
+            limits=self.limits,
+            seed=EVALUATION_SEED,
+            greedy=greedy,
+            temperature=c.temperature,
         )
 
     def _add(self, split: str, rl_step: int, table: pd.DataFrame, *, greedy: bool) -> None:
         generated = sum(m.get("generated_tokens", 0) for m in self.metrics)
-        row = {"rl_step": rl_step, "split": split, "greedy": greedy, "n": len(table), "pass@1": float(table["correct"].mean())}
-        skills = {f"rate_{skill}": rate for skill, rate in summarise_skills(table)[["skill", "rate"]].itertuples(index=False)}
+        row = {
+            "rl_step": rl_step,
+            "split": split,
+            "greedy": greedy,
+            "n": len(table),
+            "pass@1": float(table["correct"].mean()),
+        }
+        skills = {
+            f"rate_{skill}": rate for skill, rate in summarise_skills(table)[["skill", "rate"]].itertuples(index=False)
+        }
         self.evals.append(row | {"train_sec": self.train_sec, "generated_tokens": generated} | skills)
 
     def _keep(self, step: int, rollouts: list[Rollout]) -> None:
@@ -178,10 +194,14 @@ class Recorder:
         groups: dict[str, list[Rollout]] = {}
         for r in rollouts:
             groups.setdefault(r.question_id, []).append(r)
-        signals = {q: float(np.nanstd([np.nan if r.reward is None else r.reward for r in g])) for q, g in groups.items()}
+        signals = {
+            q: float(np.nanstd([np.nan if r.reward is None else r.reward for r in g])) for q, g in groups.items()
+        }
         chosen = groups[max(groups, key=lambda q: (signals[q] > 0, sum(len(r.retrievals) for r in groups[q]) > 0))]
         after = score_rollouts(self.policy, chosen, self.config.temperature)
-        self.kept += [{"rl_step": step, "logps_after": a, "rollout": r.to_dict()} for r, a in zip(chosen, after, strict=True)]
+        self.kept += [
+            {"rl_step": step, "logps_after": a, "rollout": r.to_dict()} for r, a in zip(chosen, after, strict=True)
+        ]
 
     def _save(self) -> None:
         pd.DataFrame(self.metrics).to_parquet(self.folder / "metrics.parquet")

@@ -23,7 +23,13 @@ _ACTION = re.compile(rf"<(?P<tool>{'|'.join(ACTIONS)})>(?P<query>.*?)</(?P=tool)
 
 
 def sample_groups(
-    policy: Policy, questions: Sequence[Question], toolbox, retriever, config: RunConfig, *, stream: Sequence[str | int] = ("look",)
+    policy: Policy,
+    questions: Sequence[Question],
+    toolbox,
+    retriever,
+    config: RunConfig,
+    *,
+    stream: Sequence[str | int] = ("look",),
 ) -> list[Rollout]:
     """Scored rollouts as in training, without training: a group for each question, its last N_hybrid hybrid.
 
@@ -88,7 +94,11 @@ def retrieval_table(rollouts: Iterable[Rollout]) -> pd.DataFrame:
                 continue
             before = next((p.mean_entropy for p in reversed(r.segments[:i]) if p.entropies), math.nan)
             after = next((p.mean_entropy for p in r.segments[i + 1 :] if p.entropies), math.nan)
-            row = {"question_id": r.question_id, "place": r.place, "same_question": s.info["source_question_id"] == r.question_id}
+            row = {
+                "question_id": r.question_id,
+                "place": r.place,
+                "same_question": s.info["source_question_id"] == r.question_id,
+            }
             row |= {k: s.info[k] for k in ("noisy", "score", "n_steps")}
             rows.append(row | {"h_before": before, "h_after": after, "success": bool((r.reward or 0) >= 1)})
     columns = ["question_id", "place", "same_question", "noisy", "score", "n_steps", "h_before", "h_after", "success"]

@@ -35,7 +35,10 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward_on": ("outcome reward, on-policy", "mean over the rollouts that may not retrieve"),
     "reward_hybrid": ("outcome reward, hybrid", "mean over the rollouts that may retrieve"),
     "entropy": ("entropy (nats)", "mean token entropy of what the policy wrote"),
-    "retrieved_frac": ("retrieved fraction (%)", "retrieved tokens of a completion, mean over rollouts with a retrieval"),
+    "retrieved_frac": (
+        "retrieved fraction (%)",
+        "retrieved tokens of a completion, mean over rollouts with a retrieval",
+    ),
     "retrieval_reward": ("retrieval reward (nats)", "mean Z_ret of the rollouts with a retrieval"),
     "groups_no_signal_frac": ("groups without signal (%)", "groups whose rewards are all equal: they teach nothing"),
     "clip_frac": ("clip fraction (%)", "policy tokens whose importance ratio was clipped"),
@@ -176,7 +179,9 @@ def _line(ax: Axes, x: np.ndarray, y: np.ndarray, variant: str) -> None:
         ax.plot(np.repeat(x, n), y.ravel(), linestyle="", marker=".", ms=4, color=colour, alpha=0.5)
 
 
-def plot_noise(table: pd.DataFrame, *, metric: str = "pass@1", baseline: pd.DataFrame | None = None, ax: Axes | None = None) -> Axes:
+def plot_noise(
+    table: pd.DataFrame, *, metric: str = "pass@1", baseline: pd.DataFrame | None = None, ax: Axes | None = None
+) -> Axes:
     """A result over the noise probability, with a level line for a method that does not retrieve (Fig. 6).
 
     Args:
@@ -197,7 +202,11 @@ def plot_noise(table: pd.DataFrame, *, metric: str = "pass@1", baseline: pd.Data
 
 
 def plot_retrieval_reward(
-    reward: Callable[..., Any] = retrieval_reward, *, highest: float = 1.5, point: tuple[float, float] = (0.6, 0.3), ax: Axes | None = None
+    reward: Callable[..., Any] = retrieval_reward,
+    *,
+    highest: float = 1.5,
+    point: tuple[float, float] = (0.6, 0.3),
+    ax: Axes | None = None,
 ) -> Axes:
     """The retrieval reward over entropy before and after the retrieval (arXiv 2603.03078, Eq. 5-7).
 
@@ -221,7 +230,9 @@ def plot_retrieval_reward(
     return ax
 
 
-def plot_entropy_around_retrieval(rollouts: Mapping[str, Sequence[Rollout]] | Sequence[Rollout], *, reach: int = 2, ax: Axes | None = None) -> Axes:
+def plot_entropy_around_retrieval(
+    rollouts: Mapping[str, Sequence[Rollout]] | Sequence[Rollout], *, reach: int = 2, ax: Axes | None = None
+) -> Axes:
     """Step entropy of the own steps next to a retrieval: means over retrievals with 95 % intervals.
 
     Args:
@@ -252,7 +263,11 @@ def _around(rollouts: Iterable[Rollout], reach: int) -> dict[int, list[float]]:
     """Step entropies by place: -1 the own step before a retrieval, 1 the one after it."""
     places: dict[int, list[float]] = {}
     for rollout in rollouts:
-        marks = [None if s.kind == "retrieved" else s.segments[0].mean_entropy for s in rollout.steps if s.kind == "retrieved" or s.segments[0].entropies]
+        marks = [
+            None if s.kind == "retrieved" else s.segments[0].mean_entropy
+            for s in rollout.steps
+            if s.kind == "retrieved" or s.segments[0].entropies
+        ]
         for i in (i for i, m in enumerate(marks) if m is None):
             for side, part in ((-1, marks[:i][::-1]), (1, marks[i + 1 :])):
                 own = [m for m in part if m is not None][:reach]
@@ -271,7 +286,12 @@ def _around_line(ax: Axes, places: dict[int, list[float]], variant: str, n: int)
 
 
 def plot_eval_bars(
-    table: pd.DataFrame, metric: str = "pass@1", *, by: str | None = None, group: str = "variant", ax: Axes | None = None
+    table: pd.DataFrame,
+    metric: str = "pass@1",
+    *,
+    by: str | None = None,
+    group: str = "variant",
+    ax: Axes | None = None,
 ) -> Axes:
     """A result of each variant: mean over seeds as a bar, single seeds as points, t interval from five seeds on.
 
@@ -291,7 +311,14 @@ def plot_eval_bars(
             values = rows.groupby("seed")[metric].mean().dropna().to_numpy()
             if len(values):
                 place = j + (i + 0.5) * width - 0.4
-                _bar(ax, place, values, width, colour, f"{label_of(str(variant))} (n = {len(values)})" if j == 0 else None)
+                _bar(
+                    ax,
+                    place,
+                    values,
+                    width,
+                    colour,
+                    f"{label_of(str(variant))} (n = {len(values)})" if j == 0 else None,
+                )
     if by is None:
         names = [f"{label_of(str(v))}\n(n = {table.loc[table[group] == v, 'seed'].nunique()})" for v in variants]
         ax.set_xticks([(i + 0.5) * width - 0.4 for i in range(len(variants))], names)
@@ -382,7 +409,9 @@ def _idea_rollouts(ax: Axes) -> None:
         word = "right answer" if kind == "good" else "wrong answer"
         _idea_box(ax, 76, y, 14, 4.4, word, kind, 9.5)
     _idea_arrow(ax, (40, 35.9), (57, 42.4), color="#666666", style=":")
-    ax.text(44.5, 40.2, "asks with its\nhistory", fontsize=9.5, ha="right", va="center", color="#666666", linespacing=1.1)
+    ax.text(
+        44.5, 40.2, "asks with its\nhistory", fontsize=9.5, ha="right", va="center", color="#666666", linespacing=1.1
+    )
     _idea_arrow(ax, (66, 42.4), (48.5, 35.9), color=_PARTS["peek"][0])
     ax.text(46.5, 29.4, "read, but not trained on", fontsize=9, ha="center", va="center", color="#9A6200")
     ax.text(62.5, 38.4, "the nearest key's step comes back", fontsize=9.5, ha="left", va="center", color="#9A6200")
@@ -392,7 +421,15 @@ def _idea_rewards(ax: Axes) -> None:
     _idea_head(ax, 20.5, 16.5, 4, "Two rewards, one update")
     _idea_box(ax, 19, 3, 20, 10, "outcome reward $R$\nwas the answer right?", "good", 10)
     _idea_box(ax, 43, 3, 31, 10, "", "peek", dash="-")
-    ax.text(62, 8, "retrieval reward $Z_{ret}$\nunsure before the peek,\nsure after it?", fontsize=10, ha="center", va="center", linespacing=1.3)
+    ax.text(
+        62,
+        8,
+        "retrieval reward $Z_{ret}$\nunsure before the peek,\nsure after it?",
+        fontsize=10,
+        ha="center",
+        va="center",
+        linespacing=1.3,
+    )
     for x, height, label in ((46, 6, "before"), (50, 2, "after")):
         ax.bar(x, height, 2.4, 5.4, color=_PARTS["own"][0])
         ax.text(x, 4.3, label, fontsize=7.5, ha="center", va="center")
@@ -411,8 +448,18 @@ def _idea_head(ax: Axes, x: float, y: float, number: int, text: str) -> None:
 
 
 def _idea_box(
-    ax: Axes, x: float, y: float, w: float, h: float, text: str, part: str, size: float = 10, *,
-    line: float = 1.6, fill: str = "", dash: str = "",
+    ax: Axes,
+    x: float,
+    y: float,
+    w: float,
+    h: float,
+    text: str,
+    part: str,
+    size: float = 10,
+    *,
+    line: float = 1.6,
+    fill: str = "",
+    dash: str = "",
 ) -> None:
     edge, inside, style = _PARTS[part]
     shape = f"round,pad=0,rounding_size={min(1.0, h / 4)}"
@@ -421,7 +468,12 @@ def _idea_box(
 
 
 def _idea_arrow(
-    ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str = "#222222", style: str = "-", head: float = 14
+    ax: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    color: str = "#222222",
+    style: str = "-",
+    head: float = 14,
 ) -> None:
     line = {"arrowstyle": "-|>", "mutation_scale": head, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
     ax.add_patch(FancyArrowPatch(start, end, color=color, linestyle=style, **line))

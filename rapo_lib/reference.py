@@ -49,7 +49,9 @@ def collect(profile: str, source: Path | None = None, target: Path = REFERENCE) 
     stamps = {name: stamp_of(source / "notebooks" / f"{name}.ipynb") for name in notebooks}
     stale = [name for name, h in notebooks.items() if stamps[name].get("cells") != h]
     if stale:
-        raise ValueError(f"not executed in their present form: {', '.join(stale)}; run ./run_all.sh --profile {profile} first")
+        raise ValueError(
+            f"not executed in their present form: {', '.join(stale)}; run ./run_all.sh --profile {profile} first"
+        )
     shutil.rmtree(target, ignore_errors=True)
     for name in notebooks:
         _copy(source / "notebooks" / f"{name}.ipynb", target / "notebooks" / f"{name}.ipynb")
@@ -81,7 +83,9 @@ def _copy_run(run: Path, to: Path) -> None:
 
 def make_manifest(profile: str, notebooks: dict[str, str], stamps: dict[str, dict], runs: list[Path]) -> dict[str, Any]:
     """Where the results come from: commit, versions, device, seeds, seconds, and the hash of each notebook's code cells."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
     seeds = sorted({json.loads((r / "config.json").read_text(encoding="utf-8"))["seed"] for r in runs})
     return {
         "profile": profile,

@@ -37,7 +37,18 @@ from rapo_lib.config import DATA, PROFILES, RESULTS, ROOT, RunConfig, load_profi
 from rapo_lib.traces import Rollout, load_jsonl, write_text_atomic
 
 #: Modules that only look at runs; a change in them makes no run stale.
-LOOKING_ON = {"runs.py", "driver.py", "reference.py", "stats.py", "plots.py", "show.py", "explorer.py", "bench.py", "hybrids.py", "__init__.py"}
+LOOKING_ON = {
+    "runs.py",
+    "driver.py",
+    "reference.py",
+    "stats.py",
+    "plots.py",
+    "show.py",
+    "explorer.py",
+    "bench.py",
+    "hybrids.py",
+    "__init__.py",
+}
 #: Names in config.py that choose runs but do not act inside one.
 CHOOSING = {"MAIN_METHODS", "Profile", "PROFILES", "load_profile", "field_table"}
 EXECUTOR = "rapo_lib.execution:execute_run"
@@ -55,7 +66,10 @@ def source_text(path: Path, skip: Iterable[str] = ()) -> str:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     tree.body = [n for n in tree.body if not _names(n) & set(skip)]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree)
 
@@ -362,7 +376,9 @@ class Worker:
         except (BrokenPipeError, ValueError):
             answer = ""
         if not answer:
-            raise RunFailed(f"{run.label}: its process died (exit code {self.process.wait()})\n{_tail(partial / 'log.txt')}")
+            raise RunFailed(
+                f"{run.label}: its process died (exit code {self.process.wait()})\n{_tail(partial / 'log.txt')}"
+            )
         reply = json.loads(answer)
         if "error" in reply:
             raise RunFailed(f"{run.label}: {reply['error']}\n{_tail(partial / 'log.txt')}")
@@ -494,7 +510,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if a.command == "html":
         return driver.export_html(a.profile)
-    return driver.run_notebooks(load_profile(a.profile), only=[x for x in a.only.split(",") if x], jobs=a.jobs, fresh=a.fresh)
+    return driver.run_notebooks(
+        load_profile(a.profile), only=[x for x in a.only.split(",") if x], jobs=a.jobs, fresh=a.fresh
+    )
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ HOSTILE: dict[str, str] = {
     "leave state": "leaked = 1",
     "read state": "leaked",
     "ctypes": "import ctypes\nctypes.string_at(0)",
-    "forged reply": "print('[\"ok\", \"forged\"]')",
+    "forged reply": 'print(\'["ok", "forged"]\')',
     "lone surrogate": "'\ud800'",
 }
 

@@ -23,7 +23,9 @@ from rapo_lib.traces import Protocol, Rollout, Segment
 #: Background and name of each author; the name stands in the picture too, so colour alone carries nothing.
 AUTHORS = {"policy": ("#cfe3f5", "policy"), "tool": ("#e6e6e6", "tool"), "retrieval": ("#fbdcb8", "retrieved")}
 #: Characters that reorder or hide text.
-_INVISIBLE = {c: f"[U+{c:04X}]" for c in (*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF)}
+_INVISIBLE = {
+    c: f"[U+{c:04X}]" for c in (*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
+}
 _BOX = "font-family:monospace;font-size:12px;line-height:1.7;color:#111;background:#fff;padding:8px;white-space:pre-wrap;overflow-wrap:anywhere"
 
 
@@ -56,7 +58,10 @@ def show_source(thing: Callable[..., Any] | type) -> None:
     place, source = source_of(thing)
     code = highlight(source, PythonLexer(), HtmlFormatter(noclasses=True, style="friendly", nobackground=True))
     head = f'<div style="font-size:12px;color:#555">{escape(place)}</div>'
-    _display(f'{head}<div style="background:#f7f7f7;color:#111;padding:4px 8px;overflow-x:auto">{code}</div>', f"# {place}\n{source}")
+    _display(
+        f'{head}<div style="background:#f7f7f7;color:#111;padding:4px 8px;overflow-x:auto">{code}</div>',
+        f"# {place}\n{source}",
+    )
 
 
 # -------------------------------------------------------------------------------------------- rollouts
@@ -64,10 +69,16 @@ def show_source(thing: Callable[..., Any] | type) -> None:
 
 def rollout_html(rollout: Rollout, protocol: Protocol) -> str:
     """A rollout as HTML: each segment on its author's colour, with what is known about it as a tooltip."""
-    facts = [f"question {rollout.question_id}", "hybrid" if rollout.hybrid else "on-policy", f"ended by {rollout.end_reason or '(running)'}"]
+    facts = [
+        f"question {rollout.question_id}",
+        "hybrid" if rollout.hybrid else "on-policy",
+        f"ended by {rollout.end_reason or '(running)'}",
+    ]
     facts += [f"reward {rollout.reward:g}"] if rollout.reward is not None else []
     facts += [f"{len(rollout.completion_ids)} tokens", f"retrieved fraction {rollout.retrieved_frac:.2f}"]
-    legend = " ".join(f'<span style="background:{colour};padding:0 6px">{name}</span>' for colour, name in AUTHORS.values())
+    legend = " ".join(
+        f'<span style="background:{colour};padding:0 6px">{name}</span>' for colour, name in AUTHORS.values()
+    )
     body = "".join(_segment_html(s, protocol) for s in rollout.segments)
     head = f'<div style="white-space:normal;color:#555">{escape(", ".join(facts))} &nbsp; {legend}</div>'
     return f'<div style="{_BOX}">{head}{body}</div>'
@@ -117,8 +128,24 @@ def show_aligned_rows(rollout: Rollout, protocol: Protocol, n: int = 40) -> None
     table = aligned_rows(rollout, protocol)
     rows = []
     for r in table.head(n).itertuples():
-        cells = (r.step, r.id, r.token, r.origin, r.mask, *("" if pd.isna(v) else f"{v:.3f}" for v in (r.logp, r.entropy)))
-        rows.append(f'<tr style="background:{AUTHORS[r.origin][0]}">' + "".join(f"<td>{escape(str(c))}</td>" for c in cells) + "</tr>")
-    head = "".join(f"<th>{c}</th>" for c in ("step", "id", "token", "origin", "mask", "log-probability (nats)", "entropy (nats)"))
+        cells = (
+            r.step,
+            r.id,
+            r.token,
+            r.origin,
+            r.mask,
+            *("" if pd.isna(v) else f"{v:.3f}" for v in (r.logp, r.entropy)),
+        )
+        rows.append(
+            f'<tr style="background:{AUTHORS[r.origin][0]}">'
+            + "".join(f"<td>{escape(str(c))}</td>" for c in cells)
+            + "</tr>"
+        )
+    head = "".join(
+        f"<th>{c}</th>" for c in ("step", "id", "token", "origin", "mask", "log-probability (nats)", "entropy (nats)")
+    )
     rest = f"<div>and {len(table) - n} more</div>" if len(table) > n else ""
-    _display(f'<div style="{_BOX}"><table style="color:#111"><tr>{head}</tr>{"".join(rows)}</table>{rest}</div>', table.head(n).to_string())
+    _display(
+        f'<div style="{_BOX}"><table style="color:#111"><tr>{head}</tr>{"".join(rows)}</table>{rest}</div>',
+        table.head(n).to_string(),
+    )

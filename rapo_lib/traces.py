@@ -245,7 +245,9 @@ _STEP = re.compile(
 )
 _ANY_TAG = re.compile("|".join(re.escape(t) for t in TAGS))
 # A tag with white space, upper case or a zero-width character inside still reads as a tag to a model.
-_TAG_LIKE = re.compile(r"<(?=[\s\u200b-\u200d\ufeff]*/?[\s\u200b-\u200d\ufeff]*(?:%s)\b)" % "|".join(TAG_NAMES), re.IGNORECASE)
+_TAG_LIKE = re.compile(
+    r"<(?=[\s\u200b-\u200d\ufeff]*/?[\s\u200b-\u200d\ufeff]*(?:%s)\b)" % "|".join(TAG_NAMES), re.IGNORECASE
+)
 # Turn marks of Qwen, Llama 3, DeepSeek (full-width bars), Gemma, Llama 2 and Mistral.
 _TURN = re.compile(
     r"<(?=[|\uff5c][^|\uff5c<>\n]{1,40}[|\uff5c]>|/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)>)|\[(?=/?INST\])"
@@ -395,7 +397,9 @@ def retokenise(rollout: Rollout, question: str, source: Protocol, target: Protoc
         numbers = (0.0,) * len(ids) if s.origin == "policy" else ()
         segments.append(Segment(s.origin, ids, numbers, numbers, s.info))
     prompt = target.prompt_ids(question)
-    return Rollout(rollout.question_id, prompt, segments, rollout.place, rollout.hybrid, rollout.end_reason, rollout.reward)
+    return Rollout(
+        rollout.question_id, prompt, segments, rollout.place, rollout.hybrid, rollout.end_reason, rollout.reward
+    )
 
 
 def history_text(protocol: Protocol, question: str, segments: Sequence[Segment]) -> str:

@@ -46,7 +46,10 @@ def test_profiles_as_designed():
 def test_overrides_reach_profile_or_run_and_unknown_ones_raise():
     p = load_profile("pocket", rl_steps=3, learning_rate=1, noise_probs=[0.0], jobs=1)
     assert p.config("grpo").rl_steps == 3 and p.config("grpo").learning_rate == 1.0 and p.noise_probs == (0.0,)
-    for wrong, text in (({"rl_stepz": 3}, "unknown setting 'rl_stepz'; allowed"), ({"rl_steps": "3"}, "int is expected")):
+    for wrong, text in (
+        ({"rl_stepz": 3}, "unknown setting 'rl_stepz'; allowed"),
+        ({"rl_steps": "3"}, "int is expected"),
+    ):
         with pytest.raises(ValueError, match=text):
             load_profile("pocket", **wrong)
     with pytest.raises(ValueError, match="allowed: smoke, pocket, study, qwen"):

@@ -17,12 +17,29 @@ from packaging.utils import canonicalize_name
 
 from rapo_lib.config import PROFILES, ROOT
 
-USERS_PACKAGES = ["jupyterlab", "papermill", "torch", "transformers", "peft", "trl", "faiss-cpu", "matplotlib", "pandas", "seaborn"]
+USERS_PACKAGES = [
+    "jupyterlab",
+    "papermill",
+    "torch",
+    "transformers",
+    "peft",
+    "trl",
+    "faiss-cpu",
+    "matplotlib",
+    "pandas",
+    "seaborn",
+]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LOCK = (ROOT / "requirements-lock.txt").read_text(encoding="utf-8").split()
 PINS = {canonicalize_name(name): pin for name, pin in (line.split("==") for line in LOCK)}
 #: Imports that a package of another name provides.
-PROVIDED_BY = {"faiss": "faiss-cpu", "sklearn": "scikit-learn", "yaml": "pyyaml", "pydantic_monty": "pydantic-monty", "IPython": "ipython"}
+PROVIDED_BY = {
+    "faiss": "faiss-cpu",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+    "pydantic_monty": "pydantic-monty",
+    "IPython": "ipython",
+}
 
 
 def tracked_files() -> list[Path]:
@@ -79,9 +96,16 @@ def test_installed_versions_are_those_of_the_lock_file():
 
 
 def test_no_registry_is_named_in_tracked_files():
-    hosts = [".".join(parts) for parts in (("pypi", "org"), ("files", "pythonhosted"), ("registry", "npmjs"), ("deb", "debian"))]
+    hosts = [
+        ".".join(parts)
+        for parts in (("pypi", "org"), ("files", "pythonhosted"), ("registry", "npmjs"), ("deb", "debian"))
+    ]
     pattern = re.compile("|".join(map(re.escape, hosts)).encode(), re.IGNORECASE)
-    named = [p for p in tracked_files() if p.suffix not in {".safetensors", ".parquet", ".png"} and pattern.search(p.read_bytes())]
+    named = [
+        p
+        for p in tracked_files()
+        if p.suffix not in {".safetensors", ".parquet", ".png"} and pattern.search(p.read_bytes())
+    ]
     assert not named
 
 
@@ -140,7 +164,13 @@ def clone(tmp_path):
     (tools / "python3.11").write_text(FAKE_PYTHON, encoding="utf-8")
     (tools / "python3.11").chmod(0o755)
     log = tmp_path / "log"
-    env = {"PATH": f"{tools}:/usr/bin:/bin", "LOG": str(log), "HOME": str(tmp_path / "home"), "CONDA_EXE": "", "MAMBA_EXE": ""}
+    env = {
+        "PATH": f"{tools}:/usr/bin:/bin",
+        "LOG": str(log),
+        "HOME": str(tmp_path / "home"),
+        "CONDA_EXE": "",
+        "MAMBA_EXE": "",
+    }
 
     def call(*args: str, **more: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         log.write_text("", encoding="utf-8")
@@ -154,7 +184,9 @@ def test_the_environment_is_made_once(clone):
     done, calls = clone("--profile", "smoke", "--only", "05,06", "--jobs", "3", "--fresh")
     assert done.returncode == 0, done.stderr
     pips = [c for c in calls if "-m pip" in c]
-    assert pips[0].endswith("install --quiet torch==2.13.0") and "-r" in pips[1] and pips[2].endswith(f"-e {clone.root}")
+    assert (
+        pips[0].endswith("install --quiet torch==2.13.0") and "-r" in pips[1] and pips[2].endswith(f"-e {clone.root}")
+    )
     assert calls[-1] == "python -m rapo_lib.runs notebooks --profile smoke --only 05,06 --jobs 3 --fresh"
     done, calls = clone()
     assert calls == ["python -m rapo_lib.runs notebooks --profile pocket"]

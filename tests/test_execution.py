@@ -6,6 +6,7 @@ import json
 import pandas as pd
 import pytest
 import torch
+from conftest import make_model
 
 from rapo_lib import evaluate as evaluation
 from rapo_lib.config import DATA, RunConfig
@@ -16,9 +17,10 @@ from rapo_lib.policy import load_adapter, load_policy
 from rapo_lib.runs import EXECUTOR, Run, finish_run
 from rapo_lib.tasks import load_pocket_questions
 from rapo_lib.traces import Rollout, Segment, load_rollouts
-from conftest import make_model
 
-TINY = RunConfig(rl_steps=2, questions_per_step=2, group_size=4, n_hybrid=2, eval_every=2, n_eval=4, n_final=6, sft_epochs=0.05)
+TINY = RunConfig(
+    rl_steps=2, questions_per_step=2, group_size=4, n_hybrid=2, eval_every=2, n_eval=4, n_final=6, sft_epochs=0.05
+)
 CLOCK = ["rollout_sec", "update_sec", "retrieval_sec", "tools_sec", "step_sec"]
 
 
@@ -47,7 +49,12 @@ def test_a_run_leaves_its_files_and_is_repeatable(tmp_path):
     ).read_bytes()
 
     evals = one.table("evals")
-    assert list(evals["split"]) == ["validation", "validation", "test", "test"] and list(evals["rl_step"]) == [0, 2, 2, 2]
+    assert list(evals["split"]) == ["validation", "validation", "test", "test"] and list(evals["rl_step"]) == [
+        0,
+        2,
+        2,
+        2,
+    ]
     assert list(evals["n"]) == [4, 4, 6, 6] and list(evals["greedy"]) == [False, False, False, True]
     kept = one.rollouts()
     assert {r["rl_step"] for r in kept} == {1, 2} and len(kept) == 8
@@ -69,7 +76,16 @@ def test_other_methods_run_from_a_folder(tmp_path, method):
 
 
 def _overrides() -> dict:
-    names = ("rl_steps", "questions_per_step", "group_size", "n_hybrid", "eval_every", "n_eval", "n_final", "sft_epochs")
+    names = (
+        "rl_steps",
+        "questions_per_step",
+        "group_size",
+        "n_hybrid",
+        "eval_every",
+        "n_eval",
+        "n_final",
+        "sft_epochs",
+    )
     return {name: getattr(TINY, name) for name in names}
 
 
@@ -81,7 +97,9 @@ def test_the_buffer_is_built_from_what_the_configuration_names(policy):
     assert (retriever.noise_prob, retriever.leak_guard, retriever.exclude_same_question) == (0.25, False, True)
     assert retriever.unit == "trajectory" and {t.teacher for t in retriever.buffer.traces} == {"teacher"}
     kept = load_trajectories(config, policy.protocol, train)
-    assert all(r.reward == 1.0 for r in kept) and len({t.question_id for t in retriever.buffer.traces}) == len({r.question_id for r in kept})
+    assert all(r.reward == 1.0 for r in kept) and len({t.question_id for t in retriever.buffer.traces}) == len(
+        {r.question_id for r in kept}
+    )
 
 
 # ------------------------------------------------------------------------------------------ evaluation
@@ -113,7 +131,11 @@ def test_calls_are_judged_in_the_rollouts_own_state(policy):
         segments = []
         for tool, query, result in queries:
             segments.append(Segment("policy", (1,), (0.0,), (0.0,)))
-            segments.append(Segment("tool", policy.protocol.observation_ids(result), info={"tool": tool, "query": query, "ok": True}))
+            segments.append(
+                Segment(
+                    "tool", policy.protocol.observation_ids(result), info={"tool": tool, "query": query, "ok": True}
+                )
+            )
         return call_results(Rollout(question.id, (1,), segments), question, policy.protocol)
 
     assert calls(("search", f"{word} of {start}", "Belo")) == [("search", True)]
@@ -136,12 +158,18 @@ def test_a_qwen_with_another_tokenizer_learns_from_the_pocket_teacher(tmp_path, 
     folder = tmp_path / "model"
     make_model(split_tokenizer, "qwen2", max_position_embeddings=2048).save_pretrained(folder)
     split_tokenizer.save_pretrained(folder)
-    config = TINY.replace(method=method, student=str(folder), rl_steps=1, eval_every=1, n_eval=2, n_final=2, max_completion=96)
+    config = TINY.replace(
+        method=method, student=str(folder), rl_steps=1, eval_every=1, n_eval=2, n_final=2, max_completion=96
+    )
     execute_run(config, tmp_path)
     assert len(pd.read_parquet(tmp_path / "evals.parquet")) == 3 + (method == "rapo")
 
     student, train = load_policy(folder), load_pocket_questions("exploration", "train")
     example = load_trajectories(config, student.protocol, train)[0]
     text = student.protocol.decode(example.completion_ids)
-    assert text.startswith("<think> need") and student.protocol.prompt_text(train[0].text).startswith("<") and "boxed" in text
+    assert (
+        text.startswith("<think> need")
+        and student.protocol.prompt_text(train[0].text).startswith("<")
+        and "boxed" in text
+    )
     assert len(student.protocol.encode("</search>")) > 1

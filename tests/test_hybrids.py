@@ -13,7 +13,9 @@ from rapo_lib.stats import Interval, Verdict, compare_variants
 from rapo_lib.tasks import Question
 from rapo_lib.traces import Protocol, Rollout, Segment
 
-QUESTION = Question("q", "text", "7", info={"skills": ["find", "calc"], "words": ["hotel", "plus"], "operands": [0, 17]})
+QUESTION = Question(
+    "q", "text", "7", info={"skills": ["find", "calc"], "words": ["hotel", "plus"], "operands": [0, 17]}
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,14 @@ def call(tool: str, query: str) -> Segment:
 
 
 def retrieval(protocol, text: str, source: str) -> Segment:
-    info = {"trace_id": 0, "score": 0.5, "teacher": "t", "noisy": source != "q", "source_question_id": source, "n_steps": 1}
+    info = {
+        "trace_id": 0,
+        "score": 0.5,
+        "teacher": "t",
+        "noisy": source != "q",
+        "source_question_id": source,
+        "n_steps": 1,
+    }
     return Segment("retrieval", protocol.retrieval_ids(text), info=info)
 
 
@@ -40,7 +49,9 @@ def test_own_hard_steps_are_told_from_copies(protocol):
     trace = "<think> need hotel of 42</think><search> code 42 hotel</search><result> Lumiro</result>"
     segments = [policy_segment(0.6), call("search", "x of y"), retrieval(protocol, trace, "q"), policy_segment(0.3)]
     copier = Rollout("q", (9,), [*segments, call("search", " code 42 hotel")], hybrid=True, reward=1.0)
-    doer = Rollout("q", (9,), [policy_segment(0.1), call("search", "code 55 hotel"), call("browse", "code 1 hotel")], reward=0.0)
+    doer = Rollout(
+        "q", (9,), [policy_segment(0.1), call("search", "code 55 hotel"), call("browse", "code 1 hotel")], reward=0.0
+    )
     table = rollout_table([copier, doer], [QUESTION], protocol)
     assert table["own_hard"].tolist() == [1, 1] and table["copied"].tolist() == [1, 0]
     assert table["success"].tolist() == [True, False] and table["retrievals"].tolist() == [1, 0]
@@ -73,7 +84,11 @@ def test_finished_runs_are_found_in_any_experiment(tmp_path, monkeypatch):
 
 
 def test_variants_are_compared_on_the_seeds_that_both_have():
-    rows = [{"variant": v, "seed": s, "pass@1": p} for v, base in (("x", 0.5), ("y", 0.1)) for s, p in enumerate(np.linspace(base, base + 0.1, 5))]
+    rows = [
+        {"variant": v, "seed": s, "pass@1": p}
+        for v, base in (("x", 0.5), ("y", 0.1))
+        for s, p in enumerate(np.linspace(base, base + 0.1, 5))
+    ]
     table = pd.DataFrame([*rows, {"variant": "x", "seed": 9, "pass@1": 0.0}])
     verdict = compare_variants(table, "x", "y")
     assert verdict.verdict == "reproduced" and verdict.difference.n == 5
@@ -84,5 +99,8 @@ def test_variants_are_compared_on_the_seeds_that_both_have():
 
 
 def test_a_verdict_reads_as_a_sentence():
-    assert str(Verdict("reproduced", Interval(0.4, 0.3, 0.5, 5), "why")) == "reproduced: +40 points [+30, +50], n = 5 (why)"
+    assert (
+        str(Verdict("reproduced", Interval(0.4, 0.3, 0.5, 5), "why"))
+        == "reproduced: +40 points [+30, +50], n = 5 (why)"
+    )
     assert str(Verdict("no verdict", Interval(-0.1, np.nan, np.nan, 1), "few")) == "no verdict: -10 points, n = 1 (few)"

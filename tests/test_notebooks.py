@@ -14,7 +14,10 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TAGS = {"parameters", "setup", "idea", "result", "check", "exercise"}
 #: A percentage or a measured duration in prose is a result unless its line says where it comes from.
 RESULT = re.compile(r"\d+(?:\.\d+)?\s*(?:%|percent\b|points?\b)|\bpass@1\s*(?:of|is|=|:)\s*\d", re.IGNORECASE)
-SOURCED = re.compile(r"arXiv|paper|interval|Eq\.|Fig\.|Table|probability|confidence|design|by definition|at most|at least|\{", re.IGNORECASE)
+SOURCED = re.compile(
+    r"arXiv|paper|interval|Eq\.|Fig\.|Table|probability|confidence|design|by definition|at most|at least|\{",
+    re.IGNORECASE,
+)
 PATHS = re.compile(r"(?<![\w.:/])/(?:root|home|work|tmp|Users|mnt|content|farm)/|[A-Z]:\\\\")
 INSTALLS = re.compile(r"^\s*[!%]\s*(?:pip|conda|mamba|apt)|notebook_login|login\(|subprocess.*\bpip\b", re.MULTILINE)
 
@@ -139,7 +142,10 @@ def test_the_heuristic_for_typed_results(line, is_result):
     assert bool(RESULT.search(line) and not SOURCED.search(line)) == is_result
 
 
-@pytest.mark.parametrize(("text", "bad"), [("/home/me/x", True), ("data/pocket/x", False), ("https://x.org/home/y", False), ("a/tmp/b", False)])
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [("/home/me/x", True), ("data/pocket/x", False), ("https://x.org/home/y", False), ("a/tmp/b", False)],
+)
 def test_the_pattern_for_absolute_paths(text, bad):
     assert bool(PATHS.search(text)) == bad
 

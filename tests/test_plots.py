@@ -30,7 +30,14 @@ def closed_figures():
 def curves(n_seeds: int) -> pd.DataFrame:
     rng = np.random.default_rng(0)
     rows = [
-        {"variant": v, "seed": s, "rl_step": t, "pass@1": rng.random() * t / 10, "noise_prob": t / 10, "family": f"f{t % 2}"}
+        {
+            "variant": v,
+            "seed": s,
+            "rl_step": t,
+            "pass@1": rng.random() * t / 10,
+            "noise_prob": t / 10,
+            "family": f"f{t % 2}",
+        }
         for v in ("grpo", "rapo", "rapo-x")
         for s in range(n_seeds)
         for t in (0, 5, 10)
@@ -43,7 +50,9 @@ def rollout(protocol, *parts) -> Rollout:
     for i, (origin, text) in enumerate(parts):
         ids = protocol.encode(text)
         numbers = ((-0.5,) * len(ids), (0.1 * (i + 1),) * len(ids)) if origin == "policy" else ((), ())
-        segments.append(Segment(origin, ids, *numbers, {"tool": "search", "query": HOSTILE} if origin == "tool" else {}))
+        segments.append(
+            Segment(origin, ids, *numbers, {"tool": "search", "query": HOSTILE} if origin == "tool" else {})
+        )
     return Rollout("q1", (1, 2), segments, hybrid=True, end_reason="answer", reward=1.0)
 
 
@@ -51,7 +60,13 @@ def rollout(protocol, *parts) -> Rollout:
 def sample(tiny_tokenizer) -> tuple[Rollout, Protocol]:
     protocol = Protocol(tiny_tokenizer)
     step = ("policy", "<think> need</think><search> code 42 hotel</search>")
-    parts = (step, ("tool", "<result> Lumiro</result>"), ("retrieval", "<retrieve><think> x</think></retrieve>"), step, ("policy", HOSTILE))
+    parts = (
+        step,
+        ("tool", "<result> Lumiro</result>"),
+        ("retrieval", "<retrieve><think> x</think></retrieve>"),
+        step,
+        ("policy", HOSTILE),
+    )
     return rollout(protocol, *parts), protocol
 
 
@@ -110,7 +125,11 @@ def test_the_reward_is_an_argument():
 def test_entropies_stand_on_their_side_of_the_retrieval(sample):
     places = plots._around([sample[0]], 2)
     assert list(places) == [-1, 1, 2]
-    assert places[-1][0] == pytest.approx(0.1) and places[1][0] == pytest.approx(0.4) and places[2][0] == pytest.approx(0.5)
+    assert (
+        places[-1][0] == pytest.approx(0.1)
+        and places[1][0] == pytest.approx(0.4)
+        and places[2][0] == pytest.approx(0.5)
+    )
     with pytest.raises(ValueError, match="no rollout holds a retrieval"):
         plots.plot_entropy_around_retrieval([Rollout("q", ())])
 
@@ -145,7 +164,9 @@ def test_the_live_source_is_shown(monkeypatch):
     shown = displayed(monkeypatch)
     show.show_source(load_profile)
     show.show_source(Rollout)
-    assert "def load_profile" in shown[0]["text/plain"] and shown[0]["text/plain"].startswith("# rapo_lib/config.py, line ")
+    assert "def load_profile" in shown[0]["text/plain"] and shown[0]["text/plain"].startswith(
+        "# rapo_lib/config.py, line "
+    )
     assert "load_profile" in shown[0]["text/html"] and "class Rollout" in shown[1]["text/plain"]
 
 
@@ -156,7 +177,9 @@ def test_what_a_model_wrote_is_never_interpreted(monkeypatch, sample):
     for page in (s["text/html"] for s in shown):
         assert "<script" not in page and "<img" not in page and 'onerror="' not in page
         assert "\u202e" not in page and "\u200b" not in page
-    assert "&lt;script&gt;" in shown[0]["text/html"].replace("<wbr>", "") and "retrieved fraction" in shown[0]["text/html"]
+    assert (
+        "&lt;script&gt;" in shown[0]["text/html"].replace("<wbr>", "") and "retrieved fraction" in shown[0]["text/html"]
+    )
     assert all("\u202e" not in s["text/plain"] for s in shown)
     assert shown[0]["text/plain"].splitlines()[1].startswith("[tool] <result>")
 

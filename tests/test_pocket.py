@@ -12,7 +12,19 @@ from rapo_lib.pocket.build import POCKET, verify_checksums
 from rapo_lib.pocket.demonstrator import Demonstration, Habits
 from rapo_lib.pocket.tokenizer import make_tokenizer
 from rapo_lib.pocket.world import (
-    HARD, PRELUDE, REGIMES, SKILLS, Op, Shape, World, answer_text, make_questions, make_world, sample_chain, split_names, step_text,
+    HARD,
+    PRELUDE,
+    REGIMES,
+    SKILLS,
+    Op,
+    Shape,
+    World,
+    answer_text,
+    make_questions,
+    make_world,
+    sample_chain,
+    split_names,
+    step_text,
 )  # fmt: skip
 from rapo_lib.tasks import load_pocket_questions
 from rapo_lib.tools import make_pocket_toolbox
@@ -77,7 +89,9 @@ def test_questions_have_the_shape_of_their_regime_and_one_answer(regime):
 def test_shipped_questions_are_those_that_the_code_makes(regime):
     for split in ("train", "validation", "test"):
         shipped = load_pocket_questions(regime, split)
-        assert [(q.id, q.text, q.answers) for q in shipped] == [(q.id, q.text, (q.answer,)) for q in make_questions(regime, split)]
+        assert [(q.id, q.text, q.answers) for q in shipped] == [
+            (q.id, q.text, (q.answer,)) for q in make_questions(regime, split)
+        ]
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -19,7 +19,7 @@ from filelock import FileLock
 from rapo_lib import driver, runs
 from rapo_lib.config import RunConfig, load_profile
 from rapo_lib.driver import NotebookFailed, execute_notebook, plain_parameter, run_notebooks
-from rapo_lib.runs import Run, RunFailed, hash_files, inputs_hash, load_table, plan_runs, run_many, source_text
+from rapo_lib.runs import RunFailed, hash_files, inputs_hash, load_table, plan_runs, run_many, source_text
 
 TOY = """
     import os, sys, time
@@ -54,7 +54,9 @@ def toy(tmp_path, monkeypatch):
         said = [] if said is None else said
         return run_many(configs, profile="smoke", experiment=experiment, jobs=jobs, executor="toy:run", say=said.append)
 
-    call.log = lambda: (tmp_path / "toy.log").read_text(encoding="utf-8").splitlines() if (tmp_path / "toy.log").exists() else []
+    call.log = lambda: (
+        (tmp_path / "toy.log").read_text(encoding="utf-8").splitlines() if (tmp_path / "toy.log").exists() else []
+    )
     call.folder = tmp_path / "results" / "smoke" / "runs"
     return call
 
@@ -68,7 +70,11 @@ def test_examples_in_docstrings():
 
 def test_code_counts_and_prose_does_not(tmp_path):
     path = tmp_path / "m.py"
-    texts = ['"""Doc."""\ndef f(x):\n    """Doc."""\n    return x  # why\n', "def f(x):\n\n    return (x)\n", "def f(x):\n    return -x\n"]
+    texts = [
+        '"""Doc."""\ndef f(x):\n    """Doc."""\n    return x  # why\n',
+        "def f(x):\n\n    return (x)\n",
+        "def f(x):\n    return -x\n",
+    ]
     hashes = []
     for text in texts:
         path.write_text(text, encoding="utf-8")
@@ -144,7 +150,9 @@ def test_stale_damaged_and_fresh_runs_are_done_again(toy, monkeypatch):
     assert len(toy.log()) == 4
 
 
-@pytest.mark.parametrize(("method", "text"), [("fail", "ValueError: reward is NaN"), ("die", "its process died .exit code 9")])
+@pytest.mark.parametrize(
+    ("method", "text"), [("fail", "ValueError: reward is NaN"), ("die", "its process died .exit code 9")]
+)
 def test_a_failure_shows_the_log_and_stops_the_rest(toy, method, text):
     configs = [RunConfig(method=method), *(RunConfig(method="grpo", seed=s) for s in range(3))]
     with pytest.raises(RunFailed, match=text) as e:
@@ -215,8 +223,13 @@ def _raise_waited(text: str) -> None:
 
 
 def write_notebook(path: Path, *cells: str, parameters: str = 'profile = "smoke"\njobs = 1') -> Path:
-    nb = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
-    nb.cells = [nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}), *map(nbformat.v4.new_code_cell, cells)]
+    nb = nbformat.v4.new_notebook(
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    )
+    nb.cells = [
+        nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}),
+        *map(nbformat.v4.new_code_cell, cells),
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(nb, path)
     return path
@@ -224,7 +237,13 @@ def write_notebook(path: Path, *cells: str, parameters: str = 'profile = "smoke"
 
 @pytest.mark.parametrize(
     ("value", "plain"),
-    [((1, (2.5, "x")), [1, [2.5, "x"]]), (Path("a/b"), "a/b"), (np.float32(0.5), 0.5), (np.int64(3), 3), ({"a": (None, True)}, {"a": [None, True]})],
+    [
+        ((1, (2.5, "x")), [1, [2.5, "x"]]),
+        (Path("a/b"), "a/b"),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        ({"a": (None, True)}, {"a": [None, True]}),
+    ],
 )
 def test_parameters_are_converted(value, plain):
     assert plain_parameter("p", value) == plain and type(plain_parameter("p", value)) is type(plain)
@@ -270,7 +289,9 @@ def batch(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "notebooks"
     note = "import os\nopen(os.environ['RAN'], 'a', encoding='utf-8').write(f'{name}:{profile}:{jobs} ')"
     for name in ("01_one", "99_report"):
-        write_notebook(folder / f"{name}.ipynb", f"name = {name!r}\n" + note, "print(os.environ['HF_HUB_OFFLINE'], os.getcwd())")
+        write_notebook(
+            folder / f"{name}.ipynb", f"name = {name!r}\n" + note, "print(os.environ['HF_HUB_OFFLINE'], os.getcwd())"
+        )
 
     def call(**arguments):
         (tmp_path / "ran").write_text("", encoding="utf-8")

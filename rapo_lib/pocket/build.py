@@ -51,7 +51,9 @@ def _train_one(name: str, root: Path) -> dict:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(root / "tokenizer")
-    return {"model": name} | build_model(name, root / "models", tokenizer, 1, lambda t: print(f"[{name}] {t}", flush=True))
+    return {"model": name} | build_model(
+        name, root / "models", tokenizer, 1, lambda t: print(f"[{name}] {t}", flush=True)
+    )
 
 
 def make_trajectories(root: Path = POCKET, teachers: tuple[str, ...] = TEACHERS) -> None:
@@ -62,9 +64,12 @@ def make_trajectories(root: Path = POCKET, teachers: tuple[str, ...] = TEACHERS)
         for regime in REGIMES:
             questions = make_questions(regime, "train")
             requests = [RolloutRequest(q, place=k) for q in questions for k in range(SAMPLES_PER_QUESTION)]
-            rollouts = sample_and_score(root / "models" / teacher, requests, "train", seed=5, stream=("trajectories", teacher))
+            rollouts = sample_and_score(
+                root / "models" / teacher, requests, "train", seed=5, stream=("trajectories", teacher)
+            )
             save_rollouts(root / "trajectories" / f"{teacher}_{regime}.jsonl", map(_rounded, rollouts))
-            print(f"{teacher} {regime}: pass@1 {sum(r.reward for r in rollouts) / len(rollouts):.3f} (n = {len(rollouts)})")
+            rate = sum(r.reward for r in rollouts) / len(rollouts)
+            print(f"{teacher} {regime}: pass@1 {rate:.3f} (n = {len(rollouts)})")
 
 
 def _rounded(rollout: Rollout) -> Rollout:
@@ -108,14 +113,22 @@ def measure(root: Path = POCKET, models: tuple[str, ...] = ("student", "teacher"
             requests = [RolloutRequest(q) for q in questions.values()]
             for r in sample_and_score(root / "models" / model, requests, "test", seed=7, stream=("measure",)):
                 q = questions[r.question_id]
-                rows.append({"model": model, "regime": regime, "family": q.family, "steps": q.max_steps, "pass@1": r.reward})
+                rows.append(
+                    {"model": model, "regime": regime, "family": q.family, "steps": q.max_steps, "pass@1": r.reward}
+                )
     frame = pd.DataFrame(rows)
-    return frame.groupby(["model", "regime", "family", "steps"], sort=False)["pass@1"].agg(["size", "mean"]).reset_index()
+    return (
+        frame.groupby(["model", "regime", "family", "steps"], sort=False)["pass@1"].agg(["size", "mean"]).reset_index()
+    )
 
 
 def write_checksums(root: Path = POCKET) -> None:
     """sha256 of every file, so that a damaged or swapped one is named when it is read."""
-    sums = {str(p.relative_to(root)): _sha256(p) for p in sorted(root.rglob("*")) if p.is_file() and p.name != "checksums.json"}
+    sums = {
+        str(p.relative_to(root)): _sha256(p)
+        for p in sorted(root.rglob("*"))
+        if p.is_file() and p.name != "checksums.json"
+    }
     write_text_atomic(root / "checksums.json", json.dumps(sums, indent=1) + "\n")
 
 
@@ -129,7 +142,9 @@ def verify_checksums(root: Path = POCKET) -> None:
         path = root / name
         got = _sha256(path) if path.is_file() else "missing"
         if got != want:
-            raise ValueError(f"{path}: sha256 is {got}, expected {want}; restore the file or run python -m rapo_lib.pocket")
+            raise ValueError(
+                f"{path}: sha256 is {got}, expected {want}; restore the file or run python -m rapo_lib.pocket"
+            )
 
 
 def _sha256(path: Path) -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from rapo_lib.pocket.world import SKILLS, Chain, Op, answer_text, step_text
 
-
 #: Steps beyond the chain's length after which a demonstrator gives up and answers.
 SPARE_STEPS = 2
 
@@ -135,7 +134,8 @@ class Demonstration:
         """Another easy step of the question that takes this type of value."""
         ops = self.chain.ops
         places = [
-            j for j, o in enumerate(ops)
+            j
+            for j, o in enumerate(ops)
             if j != self.place and not SKILLS[o.skill].hard and SKILLS[o.skill].source == _type(now)
         ]
         return (self.rng.choice(places), now, True) if places else self._answer(now)

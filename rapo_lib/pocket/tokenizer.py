@@ -25,14 +25,21 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """Train the tokenizer on the world's own words (one token a word, syllable or digit)."""
     tok = Tokenizer(BPE())
     tok.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tok.decoder = decoders.ByteLevel()
-    trainer = BpeTrainer(vocab_size=4096, min_frequency=2, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = BpeTrainer(
+        vocab_size=4096, min_frequency=2, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tok.train_from_iterator(vocabulary_texts(), trainer)
     tok.add_special_tokens([PAD, START, END])
     tok.add_tokens([AddedToken(t, normalized=False, special=False) for t in TAGS])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tok, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tok, pad_token=PAD, eos_token=END, clean_up_tokenization_spaces=False
+    )
     fast.chat_template = CHAT_TEMPLATE
     fast.model_max_length = 512
     return fast

@@ -6,7 +6,6 @@ from it with the habits that define them. Facts and names of this training occur
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Iterator
@@ -48,7 +47,15 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    "base": Recipe(None, (Stage(250, _SHORT, Habits(0.95, 0.6, 0.8, 0.97, 0.25)), Stage(450, _SHORT + _LONG, Habits(0.9, 0.5, 0.8, 0.95, 0.5))), 3e-3, 0),
+    "base": Recipe(
+        None,
+        (
+            Stage(250, _SHORT, Habits(0.95, 0.6, 0.8, 0.97, 0.25)),
+            Stage(450, _SHORT + _LONG, Habits(0.9, 0.5, 0.8, 0.95, 0.5)),
+        ),
+        3e-3,
+        0,
+    ),
     "student": Recipe("base", (Stage(800, _LONG + _SINGLE, Habits(0.9, 0.04)),), 2e-3, 1),
     "teacher": Recipe("base", (Stage(500, _LONG + _SINGLE, Habits(0.97, 0.93, 0.95, 0.98, 0.25)),), 2e-3, 2),
     "weak": Recipe("base", (Stage(500, _LONG + _SINGLE, Habits(0.88, 0.5, 0.7, 0.95, 0.25)),), 2e-3, 3),
@@ -99,7 +106,8 @@ def train_model(recipe: Recipe, model: Qwen3ForCausalLM, protocol: Protocol, log
             loss, n = _update(model, optimiser, [next(examples) for _ in range(BATCH)])
             losses, tokens, step = [*losses[-49:], loss], tokens + n, step + 1
             if step % 50 == 0:
-                log(f"  step {step}/{total} loss {sum(losses) / len(losses):.4f} {tokens / (time.perf_counter() - start):.0f} tokens/s")
+                speed = tokens / (time.perf_counter() - start)
+                log(f"  step {step}/{total} loss {sum(losses) / len(losses):.4f} {speed:.0f} tokens/s")
     return {"loss": sum(losses) / len(losses), "seconds": time.perf_counter() - start, "tokens": float(tokens)}
 
 
@@ -109,7 +117,9 @@ def _update(model: Qwen3ForCausalLM, optimiser: torch.optim.Optimizer, batch: li
     optimiser.zero_grad()
     for part in (batch[i : i + MICRO] for i in range(0, len(batch), MICRO)):
         length = max(len(ids) for ids, _ in part)
-        x = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in part])  # (MICRO, L), right padding needs no mask
+        x = torch.tensor(
+            [ids + [0] * (length - len(ids)) for ids, _ in part]
+        )  # (MICRO, L), right padding needs no mask
         own = torch.tensor([m + [0] * (length - len(m)) for _, m in part]).bool()[:, 1:]
         hidden = model.model(input_ids=x).last_hidden_state[:, :-1][own]  # (own tokens, D)
         part_loss = F.cross_entropy(model.lm_head(hidden), x[:, 1:][own], reduction="sum") / weight
@@ -120,7 +130,9 @@ def _update(model: Qwen3ForCausalLM, optimiser: torch.optim.Optimizer, batch: li
     return loss, n
 
 
-def build_model(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast, threads: int, log=print) -> dict[str, float]:
+def build_model(
+    name: str, folder: Path, tokenizer: PreTrainedTokenizerFast, threads: int, log=print
+) -> dict[str, float]:
     """Train one model of RECIPES and save it with its tokenizer under folder/name."""
     torch.set_num_threads(threads)
     recipe = RECIPES[name]

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from rapo_lib.tasks import Question
 from rapo_lib.tools import SearchTool
 
-FIRST = [c + v + d for c, v, d in zip("BDFGHJKLMNPRSTVZ" * 3, "aeiouaeiouaeio" * 4, "lnrskvmtbdlnrsg" * 4, strict=False)][:48]
+FIRST = [
+    c + v + d for c, v, d in zip("BDFGHJKLMNPRSTVZ" * 3, "aeiouaeiouaeio" * 4, "lnrskvmtbdlnrsg" * 4, strict=False)
+][:48]
 SECOND = [v + c + w for v, c, w in zip("aeiou" * 8, "bdfgklmnprstvz" * 3, "oaeui" * 8, strict=False)][:40]
 
 
@@ -47,14 +49,53 @@ class Skill:
 SKILLS: dict[str, Skill] = {
     s.name: s
     for s in (
-        Skill("search", "knowledge", "search", "E", "E", False, ("employer", "city", "country", "mayor", "founder", "river"), "{w} of {x}"),
+        Skill(
+            "search",
+            "knowledge",
+            "search",
+            "E",
+            "E",
+            False,
+            ("employer", "city", "country", "mayor", "founder", "river"),
+            "{w} of {x}",
+        ),
         Skill("table", "knowledge", "search", "E", "N", False, ("height", "age", "price", "weight"), "{w} of {x}"),
-        Skill("find", "knowledge", "search", "N", "E", True, ("hotel", "ship", "team", "book"), "code {x} {w}", "{w} of {x}"),
+        Skill(
+            "find",
+            "knowledge",
+            "search",
+            "N",
+            "E",
+            True,
+            ("hotel", "ship", "team", "book"),
+            "code {x} {w}",
+            "{w} of {x}",
+        ),
         Skill("open", "web", "browse", "E", "E", False, ("blog", "shop", "forum", "archive"), "{w} of {x}"),
-        Skill("follow", "web", "browse", "E", "E", True, ("first", "second", "third", "fourth"), "{x} link {w}", "{w} of {x}"),
+        Skill(
+            "follow",
+            "web",
+            "browse",
+            "E",
+            "E",
+            True,
+            ("first", "second", "third", "fourth"),
+            "{x} link {w}",
+            "{w} of {x}",
+        ),
         Skill("calc", "computational", "python", "N", "N", False, ("plus", "minus"), "{x} {o} {n}"),
         Skill("compare", "computational", "python", "N", "N", False, ("gap",), "abs({x} - {n})"),
-        Skill("convert", "computational", "python", "N", "N", True, ("feet", "miles", "pounds", "ounces"), "convert({x}, {w})", "{x} * {w}"),
+        Skill(
+            "convert",
+            "computational",
+            "python",
+            "N",
+            "N",
+            True,
+            ("feet", "miles", "pounds", "ounces"),
+            "convert({x}, {w})",
+            "{x} * {w}",
+        ),
     )
 }
 FAMILIES = ("computational", "knowledge", "web")
@@ -65,7 +106,10 @@ OPERATORS = {"plus": "+", "minus": "-"}
 LOW, HIGH = 10, 99
 
 #: Definitions that the python tool of this world offers to the agent's code.
-PRELUDE = "\n".join(f"{u} = {k}" for u, k in UNITS.items()) + "\n\n\ndef convert(value, unit):\n    return (value * (unit + 11) + 37 * unit) % 90 + 10\n"
+PRELUDE = (
+    "\n".join(f"{u} = {k}" for u, k in UNITS.items())
+    + "\n\n\ndef convert(value, unit):\n    return (value * (unit + 11) + 37 * unit) % 90 + 10\n"
+)
 
 
 def convert(value: int, unit: int) -> int:
@@ -126,7 +170,9 @@ class World:
         if key not in self._facts:
             digest = hashlib.blake2b("|".join((self.seed, *key)).encode(), digest_size=8).digest()
             draw = int.from_bytes(digest, "little")
-            self._facts[key] = self.names[draw % len(self.names)] if target == "E" else str(LOW + draw % (HIGH - LOW + 1))
+            self._facts[key] = (
+                self.names[draw % len(self.names)] if target == "E" else str(LOW + draw % (HIGH - LOW + 1))
+            )
         return self._facts[key]
 
     def apply(self, op: Op, value: str, right: bool = True) -> tuple[str, str]:
@@ -298,7 +344,9 @@ def search_engine(world: World) -> Apply:
 REGIMES: dict[str, tuple[Shape, ...]] = {
     "exploration": (Shape(5, 3), Shape(6, 3)),
     "halfway": (Shape(4, 2), Shape(5, 2), Shape(6, 2)),
-    "easy": tuple(Shape(steps, hard, (family,), inner=False) for family in FAMILIES for steps, hard in ((2, 1), (3, 1), (4, 1))),
+    "easy": tuple(
+        Shape(steps, hard, (family,), inner=False) for family in FAMILIES for steps, hard in ((2, 1), (3, 1), (4, 1))
+    ),
 }
 SPLIT_SIZES = {"train": 240, "validation": 120, "test": 240}
 
