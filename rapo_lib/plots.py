@@ -73,8 +73,10 @@ STYLES: dict[str, tuple[str, Any]] = {
     "rapo_no_shaping": (_COLOURS[6], ":"),
     "rapo_to": (_COLOURS[7], "--"),
     "rapo_weak": (_COLOURS[3], (0, (5, 1, 1, 1, 1, 1))),
-    "teacher": (_COLOURS[1], "-"),
-    "weak": (_COLOURS[3], (0, (5, 1, 1, 1, 1, 1))),
+    "rapo_spare": (_COLOURS[1], "-."),
+    "rapo_to_spare": (_COLOURS[7], ":"),
+    "teacher": (_COLOURS[1], "--"),
+    "weak": (_COLOURS[3], "--"),
     "rapo_sign_aware": (_COLOURS[8], "-"),
     "rapo_no_quality": (_COLOURS[9], "-."),
     "rapo_no_timing": (_COLOURS[9], ":"),
@@ -85,6 +87,10 @@ STYLES: dict[str, tuple[str, Any]] = {
 }
 #: Names that stand in legends.
 LABELS = {"grpo": "GRPO", "rapo": "RAPO", "sft": "SFT", "luffy": "LUFFY", "rapo_to": "RAPO w/ TO"}
+LABELS |= {"grpo_easy": "GRPO, easy", "rapo_easy": "RAPO, easy"}
+LABELS |= {"grpo_halfway": "GRPO, half-way", "rapo_halfway": "RAPO, half-way"}
+LABELS |= {"rapo_spare": "RAPO, spare steps", "rapo_to_spare": "RAPO w/ TO, spare steps"}
+LABELS |= {"rapo_halfway_p=1": "RAPO p=1, half-way"}
 LABELS |= {"rapo_weak": "RAPO, weak teacher", "student": "student, untrained", "weak": "weak teacher"}
 SIZES = {1: (6.4, 3.6), 2: (10.0, 3.6), 3: (10.0, 3.6), 4: (10.0, 6.4)}
 
@@ -311,16 +317,9 @@ def plot_eval_bars(
             values = rows.groupby("seed")[metric].mean().dropna().to_numpy()
             if len(values):
                 place = j + (i + 0.5) * width - 0.4
-                _bar(
-                    ax,
-                    place,
-                    values,
-                    width,
-                    colour,
-                    f"{label_of(str(variant))} (n = {len(values)})" if j == 0 else None,
-                )
+                _bar(ax, place, values, width, colour, _counted(table, group, variant) if j == 0 else None)
     if by is None:
-        names = [f"{label_of(str(v))}\n(n = {table.loc[table[group] == v, 'seed'].nunique()})" for v in variants]
+        names = [_counted(table, group, v).replace(", ", ",\n").replace(" (", "\n(") for v in variants]
         ax.set_xticks([(i + 0.5) * width - 0.4 for i in range(len(variants))], names)
     else:
         ax.set_xticks(range(len(ticks)), list(map(str, ticks)))
@@ -330,6 +329,11 @@ def plot_eval_bars(
     ax.set_ylim(bottom=min(0.0, float(table[metric].min())))
     ax.grid(axis="x", visible=False)
     return ax
+
+
+def _counted(table: pd.DataFrame, group: str, variant: Any) -> str:
+    """A variant's label with its number of seeds."""
+    return f"{label_of(str(variant))} (n = {table.loc[table[group] == variant, 'seed'].nunique()})"
 
 
 def _bar(ax: Axes, x: float, values: np.ndarray, width: float, colour: str, label: str | None) -> None:

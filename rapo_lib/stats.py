@@ -183,9 +183,9 @@ class Verdict:
     reason: str
 
     def __str__(self) -> str:
-        """The difference in points with its interval, and the verdict."""
+        """The difference in points, from five seeds on with its interval, and the verdict."""
         d = self.difference
-        spread = "" if np.isnan(d.low) else f" [{100 * d.low:+.0f}, {100 * d.high:+.0f}]"
+        spread = "" if d.n < MIN_SEEDS else f" [{100 * d.low:+.0f}, {100 * d.high:+.0f}]"
         return f"{self.verdict}: {100 * d.mean:+.0f} points{spread}, n = {d.n} ({self.reason})"
 
 
