@@ -89,7 +89,7 @@ STYLES: dict[str, tuple[str, Any]] = {
 LABELS = {"grpo": "GRPO", "rapo": "RAPO", "sft": "SFT", "luffy": "LUFFY", "rapo_to": "RAPO w/ TO"}
 LABELS |= {"grpo_easy": "GRPO, easy", "rapo_easy": "RAPO, easy"}
 LABELS |= {"grpo_halfway": "GRPO, half-way", "rapo_halfway": "RAPO, half-way"}
-LABELS |= {"rapo_spare": "RAPO, spare steps", "rapo_to_spare": "RAPO w/ TO, spare steps"}
+LABELS |= {"rapo_spare": "RAPO, spare step", "rapo_to_spare": "RAPO w/ TO, spare step"}
 LABELS |= {"rapo_halfway_p=1": "RAPO p=1, half-way"}
 LABELS |= {"rapo_weak": "RAPO, weak teacher", "student": "student, untrained", "weak": "weak teacher"}
 SIZES = {1: (6.4, 3.6), 2: (10.0, 3.6), 3: (10.0, 3.6), 4: (10.0, 6.4)}
