@@ -184,7 +184,7 @@ PROFILES: dict[str, Profile] = {
         ),
         Profile(
             name="qwen",
-            about="real weights from a hub or a local folder; needs a GPU and a buffer file; has not been run yet",
+            about="real Qwen weights from a hub or a local folder, in the pocket world; meant for a GPU; not run yet",
             seeds_main=1,
             seeds=1,
             noise_probs=(0.0, 1.0),
