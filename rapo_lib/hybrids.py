@@ -80,12 +80,13 @@ def rollout_table(rollouts: Iterable[Rollout], questions: Iterable[Question], pr
     return pd.DataFrame(rows)
 
 
-def retrieval_table(rollouts: Iterable[Rollout]) -> pd.DataFrame:
+def retrieval_table(rollouts: Iterable[Rollout], protocol: Protocol) -> pd.DataFrame:
     """One row a retrieval.
 
     Returns:
         question_id, place, same_question (whether the trace comes from the asking question), noisy, score, n_steps,
-        h_before, h_after (entropy in nats of the own step on either side; NaN without one), success.
+        h_before, h_after (entropy in nats of the own step on either side; NaN without one), goes_on_from (whose value
+        the next own action or answer names: `note`, `own` for the last result before it, `both` or `neither`), success.
     """
     rows = []
     for r in rollouts:
@@ -100,9 +101,25 @@ def retrieval_table(rollouts: Iterable[Rollout]) -> pd.DataFrame:
                 "same_question": s.info["source_question_id"] == r.question_id,
             }
             row |= {k: s.info[k] for k in ("noisy", "score", "n_steps")}
-            rows.append(row | {"h_before": before, "h_after": after, "success": bool((r.reward or 0) >= 1)})
-    columns = ["question_id", "place", "same_question", "noisy", "score", "n_steps", "h_before", "h_after", "success"]
-    return pd.DataFrame(rows, columns=columns)
+            row |= {"h_before": before, "h_after": after, "goes_on_from": _goes_on_from(r, i, protocol)}
+            rows.append(row | {"success": bool((r.reward or 0) >= 1)})
+    columns = ["question_id", "place", "same_question", "noisy", "score", "n_steps"]
+    return pd.DataFrame(rows, columns=[*columns, "h_before", "h_after", "goes_on_from", "success"])
+
+
+def _goes_on_from(rollout: Rollout, i: int, protocol: Protocol) -> str:
+    """Whose value the own step behind the retrieval at segment i names in its action or answer."""
+    before, note, behind = rollout.segments[:i], rollout.segments[i], rollout.segments[i + 1 :]
+    text = protocol.decode(behind[0].ids) if behind else ""
+    said = re.findall(r"\w+", text.rpartition("</think>")[2])
+    own = next((v for s in reversed(before) if s.origin == "tool" and (v := _value(protocol.decode(s.ids)))), "")
+    names = {name: value in said for name, value in (("note", _value(protocol.decode(note.ids))), ("own", own))}
+    return "both" if all(names.values()) else next((name for name, named in names.items() if named), "neither")
+
+
+def _value(text: str) -> str:
+    """What the last `<result>` of a text holds."""
+    return text.rpartition("<result>")[2].partition("</result>")[0].strip() if "<result>" in text else ""
 
 
 def _calls(text: str) -> list[tuple[str, str]]:

@@ -60,14 +60,30 @@ def test_own_hard_steps_are_told_from_copies(protocol):
     assert (row["own_hard"], row["own_wrong"]) == (0, 1)
 
 
+def test_whose_value_the_next_step_names(protocol):
+    def own(text):
+        ids = protocol.tokenizer.encode(text, add_special_tokens=False)
+        return Segment("policy", tuple(ids), (0.0,) * len(ids), (0.1,) * len(ids))
+
+    result = Segment("tool", protocol.observation_ids("55"), info=call("python", "5").info)
+    note = retrieval(protocol, "<think> a</think><python> 1 + 2</python><result> 42</result>", "other")
+    said = {"42": "note", "55": "own", "42 + 55": "both", "7": "neither", "4": "neither"}
+    for body, expected in said.items():
+        first, after = own("<think> a</think><python> 5</python>"), own(f"<think> need 42</think><python> {body}</python>")
+        rollout = Rollout("q", (9,), [first, result, note, after])
+        assert retrieval_table([rollout], protocol)["goes_on_from"].tolist() == [expected], body
+    assert retrieval_table([Rollout("q", (9,), [result, note])], protocol)["goes_on_from"].tolist() == ["neither"]
+
+
 def test_one_row_a_retrieval_with_the_steps_on_either_side(protocol):
     trace = "<think> a</think><python> 1 + 2</python><result> 3</result>"
     last = [policy_segment(0.6), retrieval(protocol, trace, "other")]
-    table = retrieval_table([Rollout("q", (9,), [*last, policy_segment(0.3)], reward=1.0), Rollout("q", (9,), last)])
+    rollouts = [Rollout("q", (9,), [*last, policy_segment(0.3)], reward=1.0), Rollout("q", (9,), last)]
+    table = retrieval_table(rollouts, protocol)
     assert table["same_question"].tolist() == [False, False] and table["noisy"].tolist() == [True, True]
     np.testing.assert_allclose(table["h_before"], [0.6, 0.6])
     np.testing.assert_allclose(table["h_after"], [0.3, np.nan])
-    assert list(retrieval_table([]).columns) == list(table.columns)
+    assert list(retrieval_table([], protocol).columns) == list(table.columns)
 
 
 def test_finished_runs_are_found_in_any_experiment(tmp_path, monkeypatch):
