@@ -7,20 +7,45 @@ are the best of a few rounds, in which the contestants take turns.
 from __future__ import annotations
 
 import argparse
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import GRPOTrainer
 
-from rapo_lib import buffer, sandbox, trainer
-from rapo_lib.config import DATA
+from rapo_lib.buffer import (
+    TOP_K,
+    Encoder,
+    MiniLMEncoder,
+    StepTraceBuffer,
+    TfidfEncoder,
+    make_traces,
+    select_trajectories,
+)
+from rapo_lib.config import DATA, RunConfig
+from rapo_lib.methods import METHODS
+from rapo_lib.pocket.world import WORD_SKILL
 from rapo_lib.policy import Policy, add_lora, load_policy, merged_model
-from rapo_lib.rollout import RolloutRequest, SamplingLimits, sample_rollouts
-from rapo_lib.tasks import load_pocket_questions
+from rapo_lib.rollout import RolloutBatch, RolloutRequest, RolloutStats, SamplingLimits, sample_rollouts
+from rapo_lib.sandbox import Sandbox
+from rapo_lib.tasks import Question, load_pocket_questions
 from rapo_lib.tools import Toolbox, make_pocket_toolbox
-from rapo_lib.traces import STOP_TAGS, parse_step
+from rapo_lib.traces import STOP_TAGS, Protocol, Rollout, StepTrace, history_text, load_rollouts, parse_step
+from rapo_lib.trainer import (
+    RAPOTrainer,
+    _trl_columns,
+    _without_known_warnings,
+    grpo_config,
+    outcome_reward,
+    question_order,
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -71,10 +96,9 @@ def bench_rollout(options: argparse.Namespace, n_questions: int = 8, group_size:
     questions = load_pocket_questions("exploration", "train")[:n_questions]
     requests = [RolloutRequest(q, place) for q in questions for place in range(group_size)]
     toolbox = make_pocket_toolbox("train")
-    ours: Callable[[], RolloutTiming] = lambda: _time_ours(policy, requests, toolbox)
-    new_ids = round(ours().generated / len(requests))
+    new_ids = round(_time_ours(policy, requests, toolbox).generated / len(requests))
     contestants: dict[str, Callable[[], RolloutTiming]] = {
-        "a  our engine": ours,
+        "a  our engine": lambda: _time_ours(policy, requests, toolbox),
         "b  one model.generate a step": lambda: _time_generate_steps(policy, requests, toolbox),
         "c  plain model.generate, no tools": lambda: _time_generate(policy, requests, new_ids, policy.model),
         "c' the same with the adapter merged": lambda: _time_generate(policy, requests, new_ids, merged_model(policy)),
@@ -151,11 +175,229 @@ def _generate(
     return [row[: row.index(pad)] if pad in row else row for row in new]
 
 
+# -------------------------------------------------------------------------------------------- update
+
+
+class _Clock(TrainerCallback):
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def bench_update(options: argparse.Namespace) -> None:
+    """Print seconds of the update of one RL step, ours beside stock GRPOTrainer's on the same rollouts.
+
+    Sampled once with the pocket student; sampling is not counted, scoring of old log-probabilities is.
+    """
+    torch.set_num_threads(1)
+    config = RunConfig(rl_steps=4)
+    questions, toolbox = load_pocket_questions(config.regime, "train"), make_pocket_toolbox("train")
+    first = question_order(len(questions), config)[: config.questions_per_step]
+    requests = [RolloutRequest(questions[i], place) for i in first for place in range(config.group_size)]
+    limits = SamplingLimits(config.max_completion, config.max_calls, config.max_calls)
+    rollouts = sample_rollouts(load_policy(config.student), requests, toolbox, limits=limits, seed=0).rollouts
+    n_tokens = sum(len(r.completion_ids) for r in rollouts)
+    print(f"{len(rollouts)} rollouts, {n_tokens} completion tokens, one thread, {config.updates_per_step} updates")
+
+    def seconds(stock: bool, share_with_signal: float) -> float:
+        """Fastest RL step but the first; the groups behind the share get equal rewards."""
+        for n, r in enumerate(rollouts):
+            r.reward = float(n % 2) if n < share_with_signal * len(rollouts) else 0.0
+        policy, clock = add_lora(load_policy(config.student), config.lora_r, 0), _Clock()
+        with TemporaryDirectory() as folder, _without_known_warnings():
+            if stock:
+                data = Dataset.from_dict(
+                    {"prompt": [q.text for q in questions[: config.rl_steps * config.questions_per_step]]}
+                )
+                settings = grpo_config(config, METHODS["grpo"], policy, folder)
+                trl = dict(
+                    processing_class=policy.tokenizer, rollout_func=lambda *_: _trl_columns(rollouts), callbacks=[clock]
+                )
+                trainer = GRPOTrainer(policy.model, outcome_reward, settings, data, **trl)
+                trainer.remove_callback(PrinterCallback)
+            else:
+                fixed = dict(
+                    reward=lambda r, q, p: r.reward, sampler=lambda *_, **__: RolloutBatch(rollouts, RolloutStats())
+                )
+                trainer = RAPOTrainer(
+                    policy, questions, toolbox, None, config, METHODS["grpo"], folder, callbacks=[clock], **fixed
+                )
+            trainer.train()
+        ends = clock.ends[config.updates_per_step - 1 :: config.updates_per_step]
+        return min(b - a for a, b in zip(ends, ends[1:], strict=False))
+
+    for name, stock, share in (
+        ("GRPOTrainer", True, 1.0),
+        ("RAPOTrainer", False, 1.0),
+        ("RAPOTrainer, half of the groups without signal", False, 0.5),
+        ("RAPOTrainer, no group with signal", False, 0.0),
+    ):
+        print(f"{name:48} {seconds(stock, share):6.2f} s")
+
+
+# -------------------------------------------------------------------------------------------- buffer
+
+
+def bench_buffer(options: argparse.Namespace) -> None:
+    """Print quality and cost of each encoder on the pocket trajectories of the exploration regime.
+
+    Queries are histories of trajectories that are not in the buffer (other samples of the teacher; the weak
+    teacher's), apart by whether every step so far was right. The right next step is one of the same question that
+    does what the chain asks for at this place.
+    """
+    questions = {q.id: q for q in load_pocket_questions("exploration", "train")}
+    protocol = Protocol(AutoTokenizer.from_pretrained(DATA / "pocket" / "tokenizer"))
+    sampled = {
+        name: load_rollouts(path)
+        for name in ("teacher", "weak")
+        if (path := DATA / "pocket" / "trajectories" / f"{name}_exploration.jsonl").is_file()
+    }
+    traces = make_traces(sampled["teacher"], questions.values(), protocol, "teacher")
+    kept = set(map(id, select_trajectories(sampled["teacher"], TOP_K)))
+    queries = {}
+    for name, rollouts in sampled.items():
+        found = [
+            s for r in rollouts if id(r) not in kept for s in _bench_situations(r, questions[r.question_id], protocol)
+        ]
+        for right in (True, False):
+            some = [s for s in found if s.right_so_far == right]
+            queries[f"{name}, {'right so far' if right else 'with an error'}"] = some[:: max(1, len(some) // 300)]
+    encoders: dict[str, Encoder] = {
+        "tfidf": TfidfEncoder(),
+        "raw counts": TfidfEncoder(use_idf=False, sublinear_tf=False),
+    }
+    try:
+        encoders["minilm"] = MiniLMEncoder(remember=0)  # a remembered text costs nothing, which is not what is asked
+    except ImportError as e:
+        print(e)
+    rows = [row for name, encoder in encoders.items() for row in _bench_encoder(name, encoder, traces, queries)]
+    leaks = StepTraceBuffer.build(traces).audit_leaks(questions.values()).leaks.mean()
+    n_questions = len({t.question_id for t in traces})
+    print(f"{len(traces)} traces of {n_questions} questions; {leaks:.1%} hold their own gold answer")
+    print(pd.DataFrame(rows).round(3).to_string(index=False))
+
+
+class _Situation(NamedTuple):
+    """A history, the question, the place in its chain, and whether every step so far was right."""
+
+    history: str
+    question: Question
+    place: int
+    right_so_far: bool
+
+
+def _bench_situations(rollout: Rollout, question: Question, protocol: Protocol) -> list[_Situation]:
+    """Histories before each later step that the question's chain has a step for."""
+    out, before, right = [], [], True
+    for t, step in enumerate(rollout.steps[: len(question.info["words"])]):
+        if t:
+            out.append(_Situation(history_text(protocol, question.text, before), question, t, right))
+        before.extend(step.segments)
+        right &= f"<result> {question.info['chain'][t + 1]}</result>" in protocol.decode(step.ids)
+    return out
+
+
+_BENCH_MARKS = ("right next step", "step of before", "same question", "same skill")
+
+
+def _bench_marks(s: _Situation, trace: StepTrace) -> dict[str, bool]:
+    words = re.findall(r"\w+", trace.value)
+    skill = next((WORD_SKILL[w] for w in words if w in WORD_SKILL), None)
+    same = trace.question_id == s.question.id
+    right = same and s.question.info["words"][s.place] in words
+    marks = (right, same and trace.step < s.place, same, skill == s.question.info["skills"][s.place])
+    return dict(zip(_BENCH_MARKS, marks, strict=True))
+
+
+def _bench_encoder(
+    name: str, encoder: Encoder, traces: Sequence[StepTrace], queries: Mapping[str, Sequence[_Situation]]
+) -> list[dict[str, Any]]:
+    """One row a kind of query: shares of good answers, milliseconds, seconds, megabytes."""
+    tick = time.perf_counter()
+    buffer = StepTraceBuffer.build(traces, encoder)
+    build_sec = time.perf_counter() - tick
+    rows = []
+    for kind, situations in queries.items():
+        tick = time.perf_counter()
+        found = [buffer.search([s.history], 1)[0] for s in situations]
+        query_ms = (time.perf_counter() - tick) / max(len(situations), 1) * 1e3
+        marks = [_bench_marks(s, traces[hits[0].trace_id]) for s, hits in zip(situations, found, strict=True) if hits]
+        shares = {mark: sum(m[mark] for m in marks) / max(len(situations), 1) for mark in _BENCH_MARKS}
+        rows.append(
+            {"encoder": name, "queries": kind, "n": len(situations)}
+            | shares
+            | {"ms/query": query_ms, "build s": build_sec, "dim": encoder.dim, "keys": buffer.index.ntotal}
+            | {"MB": buffer.index.ntotal * encoder.dim * 4 / 1e6, "cut keys": buffer.cut_keys_frac}
+        )
+    return rows
+
+
+# ------------------------------------------------------------------------------------------- sandbox
+
+HOSTILE: dict[str, str] = {
+    "endless loop": "while True: pass",
+    "endless loop that catches": "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
+    "huge power": "9**9**9",
+    "huge digits": "10**100000",
+    "memory bomb": "a = [0]\nwhile True: a += a",
+    "long string": "'a' * 10**11",
+    "endless print": "while True: print('x' * 100)",
+    "read a file": "open('/etc/passwd').read()",
+    "list a folder": "import pathlib\nlist(pathlib.Path('/').iterdir())",
+    "write a file": "open('/tmp/rapo_was_here', 'w').write('x')",
+    "environment": "import os\nos.environ",
+    "socket": "import socket\nsocket.create_connection(('127.0.0.1', 80))",
+    "subprocess": "import subprocess\nsubprocess.run(['id'])",
+    "os.system": "import os\nos.system('id')",
+    "__import__": "__import__('os').system('id')",
+    "os._exit": "import os\nos._exit(3)",
+    "sys.exit": "import sys\nsys.exit(0)",
+    "SystemExit": "raise SystemExit(0)",
+    "deep recursion": "def f(n): return f(n + 1)\nf(0)",
+    "deep nesting": "x = " + "(" * 5000 + "1" + ")" * 5000,
+    "dunder classes": "().__class__.__bases__[0].__subclasses__()",
+    "dunder in format": "'{0.__class__}'.format(1)",
+    "regex bomb": "import re\nre.match('(a+)+$', 'a' * 40 + 'b')",
+    "sleep": "import time\ntime.sleep(100)",
+    "leave state": "leaked = 1",
+    "read state": "leaked",
+    "ctypes": "import ctypes\nctypes.string_at(0)",
+    "forged reply": 'print(\'["ok", "forged"]\')',
+    "lone surrogate": "'\ud800'",
+}
+
+
+def bench_sandbox(options: argparse.Namespace) -> None:
+    """Print milliseconds per call and what each hostile snippet came to."""
+    box = Sandbox()
+    tick = time.perf_counter()
+    box.run(["0"])
+    print(f"start of the worker: {(time.perf_counter() - tick) * 1e3:.0f} ms")
+    for n in (1, 100):
+        rounds = 300 // n
+        tick = time.perf_counter()
+        for r in range(rounds):
+            box.run([f"{r} * {n} + {i}" for i in range(n)], f"x = {n}")
+        print(f"new calls, {n} at a time: {(time.perf_counter() - tick) / (rounds * n) * 1e3:.2f} ms a call")
+    tick = time.perf_counter()
+    for _ in range(1000):
+        box.run(["0"])
+    print(f"cached: {(time.perf_counter() - tick) * 1e3:.1f} us a call")
+    for name, code in HOSTILE.items():
+        tick = time.perf_counter()
+        result = box.run([code])[0]
+        sec = time.perf_counter() - tick
+        print(f"{name:26} {sec:6.2f} s  {result.outcome:9} {result.text[:80]!r}")
+    box.close()
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {
     "rollout": bench_rollout,
-    "update": trainer.bench,
-    "buffer": buffer.bench,
-    "sandbox": sandbox.bench,
+    "update": bench_update,
+    "buffer": bench_buffer,
+    "sandbox": bench_sandbox,
 }
 
 if __name__ == "__main__":

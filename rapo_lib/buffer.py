@@ -5,7 +5,7 @@ trajectories, `decompose` cuts them into step traces, `StepTraceBuffer.build` en
 them into a FAISS index, `Retriever` answers a batch of histories with at most one trace each.
 
 Deviations from arXiv 2603.03078:
-1. The default encoder is tf-idf (`TfidfEncoder`); MiniLM, the paper's, is an optional extra. `bench` prints both.
+1. The default encoder is tf-idf (`TfidfEncoder`); MiniLM, the paper's, is an extra; `bench buffer` prints both.
 2. A trace that already holds the gold answer of the *asking* question is refused: nothing is inserted, and
    the next hit is not tried (it mostly holds a step already done). `leak_guard=False` gives the paper's rule.
 3. Scores are rounded to 1e-5 and ties are drawn at random (teachers repeat themselves, so equal keys are common).
@@ -21,9 +21,7 @@ import math
 import os
 import re
 import tempfile
-import time
 import unicodedata
-from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -282,7 +280,7 @@ class TfidfEncoder(Encoder):
         max_words: words read of a history; a longer one keeps its question and its tail.
         use_idf, sublinear_tf: off, they give weights without idf, or raw counts. After a step that went wrong the
             default mostly finds that step again, done right (it costs a step of the budget); raw counts without idf
-            mostly find the step behind it, which passes over the mistake. `bench` prints both shares.
+            mostly find the step behind it, which passes over the mistake. `bench buffer` prints both shares.
 
     Example:
         >>> encoder = TfidfEncoder()
@@ -324,7 +322,7 @@ class TfidfEncoder(Encoder):
         if len(words) > self.max_words:
             n_question = len(self._WORD.findall(question_part(text).lower()))
             words = keep_question_and_tail(words, n_question, self.max_words)
-        runs = (zip(*(words[i:] for i in range(n))) for n in range(2, self.ngrams + 1))
+        runs = (zip(*(words[i:] for i in range(n)), strict=False) for n in range(2, self.ngrams + 1))
         return words + [" ".join(run) for group in runs for run in group]
 
     def is_cut(self, text: str) -> bool:
@@ -414,7 +412,7 @@ class MiniLMEncoder(Encoder):
         fresh: dict[str, np.ndarray] = {}
         for i in range(0, len(new), self.batch_size):
             batch = new[i : i + self.batch_size]
-            fresh.update(zip(batch, self._forward(batch)))
+            fresh.update(zip(batch, self._forward(batch), strict=True))
         out = np.stack([fresh[t] if t in fresh else self._seen[t] for t in texts]) if texts else np.zeros((0, self.dim))
         self._seen.update(fresh)
         while len(self._seen) > self.remember:
@@ -586,7 +584,7 @@ class StepTraceBuffer:
         if k < 1:
             raise ValueError(f"k is {k}; ask for at least 1 hit")
         ranked = self._ranked(self.encoder.encode(list(texts)), k, [None] * len(texts))
-        return [[Hit(int(i), float(s)) for i, s in zip(ids[:k], scores[:k])] for ids, scores in ranked]
+        return [[Hit(int(i), float(s)) for i, s in zip(ids[:k], scores[:k], strict=True)] for ids, scores in ranked]
 
     def audit_leaks(self, questions: Iterable[Question]) -> pd.DataFrame:
         """Which traces already hold the gold answer of their own question (in thought, action or observation).
@@ -628,10 +626,9 @@ class StepTraceBuffer:
             n_wanted = min(n_wanted, self.index.ntotal)
             floors, proposals = self.index.search(rows[todo], n_wanted)
             again = []
-            for i, floor, keys in zip(todo, floors[:, -1], proposals):
-                ids, scores = self._rank(
-                    rows[i], keys[keys >= 0], excluded[i], among
-                )  # FAISS marks a missing hit by -1
+            for i, floor, keys in zip(todo, floors[:, -1], proposals, strict=True):
+                found = keys[keys >= 0]  # FAISS marks a missing hit by -1
+                ids, scores = self._rank(rows[i], found, excluded[i], among)
                 # All that tie with the k-th are here when the weakest proposal lies clearly below it.
                 if n_wanted == self.index.ntotal or (
                     len(ids) >= k and floor < scores[k - 1] - 2 * 10.0**-SCORE_DECIMALS
@@ -978,110 +975,4 @@ def _trajectory_ends(traces: Sequence[StepTrace]) -> dict[int, int]:
         or (t.question_id, t.teacher) != (traces[i - 1].question_id, traces[i - 1].teacher)
         or t.step <= traces[i - 1].step
     ]
-    return dict(zip(starts, [*starts[1:], len(traces)]))
-
-
-# ----------------------------------------------------------------------------------------------------- bench
-
-
-def bench(args: Namespace | None = None) -> None:
-    """Print quality and cost of each encoder on the pocket trajectories of the exploration regime.
-
-    Queries are histories of trajectories that are not in the buffer (other samples of the teacher; the weak
-    teacher's), apart by whether every step so far was right. The right next step is one of the same question that
-    does what the chain asks for at this place.
-    """
-    from transformers import AutoTokenizer
-
-    from rapo_lib.config import DATA
-    from rapo_lib.tasks import load_pocket_questions
-    from rapo_lib.traces import load_rollouts
-
-    questions = {q.id: q for q in load_pocket_questions("exploration", "train")}
-    protocol = Protocol(AutoTokenizer.from_pretrained(DATA / "pocket" / "tokenizer"))
-    sampled = {
-        name: load_rollouts(path)
-        for name in ("teacher", "weak")
-        if (path := DATA / "pocket" / "trajectories" / f"{name}_exploration.jsonl").is_file()
-    }
-    traces = make_traces(sampled["teacher"], questions.values(), protocol, "teacher")
-    kept = set(map(id, select_trajectories(sampled["teacher"], TOP_K)))
-    queries = {}
-    for name, rollouts in sampled.items():
-        found = [
-            s for r in rollouts if id(r) not in kept for s in _bench_situations(r, questions[r.question_id], protocol)
-        ]
-        for right in (True, False):
-            some = [s for s in found if s.right_so_far == right]
-            queries[f"{name}, {'right so far' if right else 'with an error'}"] = some[:: max(1, len(some) // 300)]
-    encoders: dict[str, Encoder] = {
-        "tfidf": TfidfEncoder(),
-        "raw counts": TfidfEncoder(use_idf=False, sublinear_tf=False),
-    }
-    try:
-        encoders["minilm"] = MiniLMEncoder(remember=0)  # a remembered text costs nothing, which is not what is asked
-    except ImportError as e:
-        print(e)
-    rows = [row for name, encoder in encoders.items() for row in _bench_encoder(name, encoder, traces, queries)]
-    leaks = StepTraceBuffer.build(traces).audit_leaks(questions.values()).leaks.mean()
-    n_questions = len({t.question_id for t in traces})
-    print(f"{len(traces)} traces of {n_questions} questions; {leaks:.1%} hold their own gold answer")
-    print(pd.DataFrame(rows).round(3).to_string(index=False))
-
-
-class _Situation(NamedTuple):
-    """A history, the question, the place in its chain, and whether every step so far was right."""
-
-    history: str
-    question: Question
-    place: int
-    right_so_far: bool
-
-
-def _bench_situations(rollout: Rollout, question: Question, protocol: Protocol) -> list[_Situation]:
-    """Histories before each later step that the question's chain has a step for."""
-    out, before, right = [], [], True
-    for t, step in enumerate(rollout.steps[: len(question.info["words"])]):
-        if t:
-            out.append(_Situation(history_text(protocol, question.text, before), question, t, right))
-        before.extend(step.segments)
-        right &= f"<result> {question.info['chain'][t + 1]}</result>" in protocol.decode(step.ids)
-    return out
-
-
-_BENCH_MARKS = ("right next step", "step of before", "same question", "same skill")
-
-
-def _bench_marks(s: _Situation, trace: StepTrace) -> dict[str, bool]:
-    from rapo_lib.pocket.world import WORD_SKILL
-
-    words = re.findall(r"\w+", trace.value)
-    skill = next((WORD_SKILL[w] for w in words if w in WORD_SKILL), None)
-    same = trace.question_id == s.question.id
-    right = same and s.question.info["words"][s.place] in words
-    return dict(
-        zip(_BENCH_MARKS, (right, same and trace.step < s.place, same, skill == s.question.info["skills"][s.place]))
-    )
-
-
-def _bench_encoder(
-    name: str, encoder: Encoder, traces: Sequence[StepTrace], queries: Mapping[str, Sequence[_Situation]]
-) -> list[dict[str, Any]]:
-    """One row a kind of query: shares of good answers, milliseconds, seconds, megabytes."""
-    tick = time.perf_counter()
-    buffer = StepTraceBuffer.build(traces, encoder)
-    build_sec = time.perf_counter() - tick
-    rows = []
-    for kind, situations in queries.items():
-        tick = time.perf_counter()
-        found = [buffer.search([s.history], 1)[0] for s in situations]
-        query_ms = (time.perf_counter() - tick) / max(len(situations), 1) * 1e3
-        marks = [_bench_marks(s, traces[hits[0].trace_id]) for s, hits in zip(situations, found) if hits]
-        shares = {mark: sum(m[mark] for m in marks) / max(len(situations), 1) for mark in _BENCH_MARKS}
-        rows.append(
-            {"encoder": name, "queries": kind, "n": len(situations)}
-            | shares
-            | {"ms/query": query_ms, "build s": build_sec, "dim": encoder.dim, "keys": buffer.index.ntotal}
-            | {"MB": buffer.index.ntotal * encoder.dim * 4 / 1e6, "cut keys": buffer.cut_keys_frac}
-        )
-    return rows
+    return dict(zip(starts, [*starts[1:], len(traces)], strict=False))  # no trace, no start

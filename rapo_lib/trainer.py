@@ -22,11 +22,9 @@ import math
 import os
 import time
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -202,8 +200,8 @@ def grpo_config(
     micro_batch = rows if micro_batch is None else micro_batch
     if rollouts % parts or rows % micro_batch:
         raise ValueError(
-            f"{rollouts} rollouts do not divide into {config.updates_per_step} optimiser steps x {n_processes} processes "
-            f"x micro-batches of {micro_batch}; change group_size, questions_per_step or micro_batch"
+            f"{rollouts} rollouts do not divide into {config.updates_per_step} optimiser steps x {n_processes} "
+            f"processes x micro-batches of {micro_batch}; change group_size, questions_per_step or micro_batch"
         )
     loss: dict[str, Any] = dict(loss_type="grpo", epsilon=config.clip, epsilon_high=config.clip)
     if method.released_loss:
@@ -677,71 +675,3 @@ class _SFTLog(TrainerCallback):
         self.rows.append(row | {"sec": time.perf_counter() - self.started})
         if self.on_update is not None:
             self.on_update(self.rows[-1])
-
-
-# ------------------------------------------------------------------------------------------------ bench
-
-
-class _Clock(TrainerCallback):
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.ends.append(time.perf_counter())
-
-
-def bench(args: Namespace | None = None) -> None:
-    """Print seconds of the update of one RL step, ours beside stock GRPOTrainer's on the same rollouts.
-
-    Sampled once with the pocket student; sampling is not counted, scoring of old log-probabilities is.
-    """
-    from rapo_lib.methods import METHODS
-    from rapo_lib.policy import add_lora, load_policy
-    from rapo_lib.rollout import RolloutStats
-    from rapo_lib.tasks import load_pocket_questions
-    from rapo_lib.tools import make_pocket_toolbox
-
-    torch.set_num_threads(1)
-    config = RunConfig(rl_steps=4)
-    questions, toolbox = load_pocket_questions(config.regime, "train"), make_pocket_toolbox("train")
-    first = question_order(len(questions), config)[: config.questions_per_step]
-    requests = [RolloutRequest(questions[i], place) for i in first for place in range(config.group_size)]
-    limits = SamplingLimits(config.max_completion, config.max_calls, config.max_calls)
-    rollouts = sample_rollouts(load_policy(config.student), requests, toolbox, limits=limits, seed=0).rollouts
-    n_tokens = sum(len(r.completion_ids) for r in rollouts)
-    print(f"{len(rollouts)} rollouts, {n_tokens} completion tokens, one thread, {config.updates_per_step} updates")
-
-    def seconds(stock: bool, share_with_signal: float) -> float:
-        """Fastest RL step but the first; the groups behind the share get equal rewards."""
-        for n, r in enumerate(rollouts):
-            r.reward = float(n % 2) if n < share_with_signal * len(rollouts) else 0.0
-        policy, clock = add_lora(load_policy(config.student), config.lora_r, 0), _Clock()
-        with TemporaryDirectory() as folder, _without_known_warnings():
-            if stock:
-                data = Dataset.from_dict(
-                    {"prompt": [q.text for q in questions[: config.rl_steps * config.questions_per_step]]}
-                )
-                settings = grpo_config(config, METHODS["grpo"], policy, folder)
-                trl = dict(
-                    processing_class=policy.tokenizer, rollout_func=lambda *_: _trl_columns(rollouts), callbacks=[clock]
-                )
-                trainer = GRPOTrainer(policy.model, outcome_reward, settings, data, **trl)
-                trainer.remove_callback(PrinterCallback)
-            else:
-                fixed = dict(
-                    reward=lambda r, q, p: r.reward, sampler=lambda *_, **__: RolloutBatch(rollouts, RolloutStats())
-                )
-                trainer = RAPOTrainer(
-                    policy, questions, toolbox, None, config, METHODS["grpo"], folder, callbacks=[clock], **fixed
-                )
-            trainer.train()
-        ends = clock.ends[config.updates_per_step - 1 :: config.updates_per_step]
-        return min(b - a for a, b in zip(ends, ends[1:], strict=False))
-
-    for name, stock, share in (
-        ("GRPOTrainer", True, 1.0),
-        ("RAPOTrainer", False, 1.0),
-        ("RAPOTrainer, half of the groups without signal", False, 0.5),
-        ("RAPOTrainer, no group with signal", False, 0.0),
-    ):
-        print(f"{name:48} {seconds(stock, share):6.2f} s")

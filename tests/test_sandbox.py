@@ -11,8 +11,9 @@ import time
 import psutil
 import pytest
 
+from rapo_lib.bench import HOSTILE
 from rapo_lib.config import ROOT
-from rapo_lib.sandbox import HOSTILE, Sandbox, SandboxLimits
+from rapo_lib.sandbox import Sandbox, SandboxLimits
 from rapo_lib.workers import Worker
 
 #: What each hostile snippet must come to; whatever is not here is an error raised inside the sandbox.
