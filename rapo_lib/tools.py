@@ -441,22 +441,6 @@ class Toolbox:
             warnings.warn("; ".join(h for h in self.health() if h.startswith(name)), RuntimeWarning, stacklevel=4)
 
 
-def say_repeated(result: ToolResult, times: int) -> ToolResult:
-    """Tell the agent that it asked the same before in this rollout.
-
-    Args:
-        result: the result of the call.
-        times: how often it was made, this time included; 1 leaves the result as it is.
-
-    Example:
-        >>> say_repeated(ToolResult("Lumiro"), 3).text
-        'Lumiro (call 3 of the same query)'
-    """
-    if times < 2:
-        return result
-    return ToolResult(f"{result.text} (call {times} of the same query)", result.ok, result.error)
-
-
 def make_pocket_toolbox(split: str) -> Toolbox:
     """Search, browse and python over the facts of one split of the pocket world.
 
