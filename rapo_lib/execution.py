@@ -62,7 +62,7 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
 
 
 def load_trajectories(config: RunConfig, protocol: Protocol, questions: Sequence[Question]) -> list[Rollout]:
-    """The best correct trajectories of each question from the buffer's teachers, in the policy's ids (what SFT learns from)."""
+    """The best correct trajectories of each question from the buffer's teachers, in the policy's ids (for SFT)."""
     texts, out = {q.id: q.text for q in questions}, []
     for path in buffer_paths(config):
         source = protocol_of(path, protocol)

@@ -4,6 +4,7 @@ Notebooks 05 and 06 explain this module. Nothing here computes: a `Method` says 
 the objective get. The numbers (m, a, N_hybrid, p) stand in `RunConfig`; a method only switches them off.
 """
 
+# ruff: noqa: E501 (METHODS is a table, one row a line)
 from __future__ import annotations
 
 from dataclasses import dataclass

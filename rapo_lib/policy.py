@@ -18,7 +18,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol as Interface
+from typing import Any
+from typing import Protocol as Interface
 
 import torch
 import torch.nn.functional as F

@@ -82,7 +82,7 @@ def _copy_run(run: Path, to: Path) -> None:
 
 
 def make_manifest(profile: str, notebooks: dict[str, str], stamps: dict[str, dict], runs: list[Path]) -> dict[str, Any]:
-    """Where the results come from: commit, versions, device, seeds, seconds, and the hash of each notebook's code cells."""
+    """Where the results come from: commit, versions, device, seeds, seconds, the hash of each notebook's code cells."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.strip()

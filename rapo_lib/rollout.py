@@ -28,7 +28,7 @@ from rapo_lib.policy import Decoder, Policy, make_decoder, sample_tokens
 from rapo_lib.traces import STOP_TAGS, Rollout, Segment, history_text, parse_step
 
 if TYPE_CHECKING:
-    from rapo_lib.buffer import Retrieved, RetrievalQuery
+    from rapo_lib.buffer import RetrievalQuery, Retrieved
     from rapo_lib.tasks import Question
     from rapo_lib.tools import Toolbox
 
@@ -213,7 +213,7 @@ def sample_rollouts(
     temperature: float = 1.0,
     greedy: bool = False,
     retriever: Callable[[Sequence[RetrievalQuery]], Sequence[Retrieved | None]] | None = None,
-    when_to_retrieve: WhenToRetrieve = coin(0.5),
+    when_to_retrieve: WhenToRetrieve = coin(0.5),  # noqa: B008 (a coin has no state)
 ) -> RolloutBatch:
     """Sample on-policy and hybrid rollouts in one batch (arXiv 2603.03078, Alg. 1).
 

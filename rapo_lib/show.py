@@ -26,7 +26,10 @@ AUTHORS = {"policy": ("#cfe3f5", "policy"), "tool": ("#e6e6e6", "tool"), "retrie
 _INVISIBLE = {
     c: f"[U+{c:04X}]" for c in (*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF)
 }
-_BOX = "font-family:monospace;font-size:12px;line-height:1.7;color:#111;background:#fff;padding:8px;white-space:pre-wrap;overflow-wrap:anywhere"
+_BOX = (
+    "font-family:monospace;font-size:12px;line-height:1.7;color:#111;background:#fff;padding:8px;"
+    "white-space:pre-wrap;overflow-wrap:anywhere"
+)
 
 
 def _display(html_text: str, plain: str) -> None:

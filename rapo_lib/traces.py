@@ -246,7 +246,7 @@ _STEP = re.compile(
 _ANY_TAG = re.compile("|".join(re.escape(t) for t in TAGS))
 # A tag with white space, upper case or a zero-width character inside still reads as a tag to a model.
 _TAG_LIKE = re.compile(
-    r"<(?=[\s\u200b-\u200d\ufeff]*/?[\s\u200b-\u200d\ufeff]*(?:%s)\b)" % "|".join(TAG_NAMES), re.IGNORECASE
+    rf"<(?=[\s\u200b-\u200d\ufeff]*/?[\s\u200b-\u200d\ufeff]*(?:{'|'.join(TAG_NAMES)})\b)", re.IGNORECASE
 )
 # Turn marks of Qwen, Llama 3, DeepSeek (full-width bars), Gemma, Llama 2 and Mistral.
 _TURN = re.compile(

@@ -63,7 +63,7 @@ def make_model(tokenizer: Any, family: str = "qwen3", *, tied: bool = True, seed
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config).eval()
-        for name, parameter in model.named_parameters():  # biases and norms start at 0 and 1: make them matter
+        for parameter in model.parameters():  # biases and norms start at 0 and 1: make them matter
             if parameter.ndim == 1:
                 parameter.data.add_(0.2 * torch.randn_like(parameter))
     return model

@@ -1,4 +1,4 @@
-"""Figures and displays: the same bytes from the same data, labels from one table, and nothing runs that a model wrote."""
+"""Figures and displays: the same bytes from the same data, one table of labels, nothing runs that a model wrote."""
 
 import doctest
 import io

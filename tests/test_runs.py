@@ -167,7 +167,8 @@ def test_an_interrupted_batch_goes_on(toy, tmp_path):
     """The parent is killed in the middle: its worker ends too, and finished runs are kept."""
     code = (
         "from rapo_lib import runs; from rapo_lib.config import RunConfig as C\n"
-        "runs.run_many([C(method='grpo'), C(method='hang')], profile='smoke', experiment='main', jobs=1, executor='toy:run')"
+        "runs.run_many([C(method='grpo'), C(method='hang')], "
+        "profile='smoke', experiment='main', jobs=1, executor='toy:run')"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
     _until(lambda: len(toy.log()) == 2)

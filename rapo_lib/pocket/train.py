@@ -78,7 +78,7 @@ def sample_examples(protocol: Protocol, stage: Stage, rng: random.Random) -> Ite
     while True:
         world = World(f"pretrain{rng.random()}", names)
         chain = sample_chain(world, rng.choice(stage.shapes), rng)
-        demo = Demonstration(chain, stage.habits, rng, lambda: sample_chain(world, rng.choice(_OTHER), rng))
+        demo = Demonstration(chain, stage.habits, rng, lambda w=world: sample_chain(w, rng.choice(_OTHER), rng))
         ids = list(protocol.prompt_ids(chain.text))
         mask = [0] * len(ids)
         encoded = protocol.tokenizer([p.text for p in demo.pieces], add_special_tokens=False)["input_ids"]
