@@ -36,7 +36,7 @@ def test_profiles_make_valid_runs(name):
 
 
 def test_profiles_as_designed():
-    assert (PROFILES["pocket"].seeds_main, PROFILES["pocket"].seeds) == (5, 2)
+    assert (PROFILES["pocket"].seeds_main, PROFILES["pocket"].seeds) == (5, 1)
     assert PROFILES["pocket"].noise_probs == PROFILES["study"].noise_probs == (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     assert PROFILES["study"].seeds_main >= 5 and PROFILES["study"].seeds >= 5
     assert PROFILES["smoke"].config("grpo").rl_steps <= 3
