@@ -7,6 +7,7 @@ are fewer than ten; the number of seeds stands in the legend. The same data give
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -98,8 +99,10 @@ SIZES = {1: (6.4, 3.6), 2: (10.0, 3.6), 3: (10.0, 3.6), 4: (10.0, 6.4)}
 def style_of(variant: str) -> tuple[str, Any]:
     """Colour and line style of a method or variant; names not in STYLES get a fixed one from their letters.
 
-    RAPO with noise, `rapo_p=0.4`, is the darker the more noise there is.
+    RAPO with noise, `rapo_p=0.4`, is the darker the more noise there is. A method looks the same in every regime:
+    `grpo_halfway` and `grpo_easy` like `grpo`.
     """
+    variant = re.sub("_(halfway|easy)", "", variant)
     if variant in STYLES:
         return STYLES[variant]
     if variant.startswith("rapo_p="):

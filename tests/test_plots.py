@@ -192,3 +192,8 @@ def test_rows_are_aligned(sample):
     assert table["entropy"].isna().eq(table["mask"] == 0).all()
     assert sorted(table["step"].unique()) == [0, 1, 2, 3]
     json.dumps(table["token"].tolist())
+
+
+@pytest.mark.parametrize("variant, method", [("grpo_halfway", "grpo"), ("rapo_easy", "rapo"), ("rapo_halfway_p=1", "rapo_p=1")])
+def test_a_method_looks_the_same_in_every_regime(variant, method):
+    assert style_of(variant) == style_of(method)
