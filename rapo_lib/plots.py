@@ -322,7 +322,9 @@ def plot_eval_bars(
                 place = j + (i + 0.5) * width - 0.4
                 _bar(ax, place, values, width, colour, _counted(table, group, variant) if j == 0 else None)
     if by is None:
-        names = [_counted(table, group, v).replace(", ", ",\n").replace(" (", "\n(") for v in variants]
+        names = [
+            _counted(table, group, v).replace(", ", ",\n").replace(" p=", "\np=").replace(" (", "\n(") for v in variants
+        ]
         ax.set_xticks([(i + 0.5) * width - 0.4 for i in range(len(variants))], names)
     else:
         ax.set_xticks(range(len(ticks)), list(map(str, ticks)))

@@ -69,7 +69,10 @@ def test_whose_value_the_next_step_names(protocol):
     note = retrieval(protocol, "<think> a</think><python> 1 + 2</python><result> 42</result>", "other")
     said = {"42": "note", "55": "own", "42 + 55": "both", "7": "neither", "4": "neither"}
     for body, expected in said.items():
-        first, after = own("<think> a</think><python> 5</python>"), own(f"<think> need 42</think><python> {body}</python>")
+        first, after = (
+            own("<think> a</think><python> 5</python>"),
+            own(f"<think> need 42</think><python> {body}</python>"),
+        )
         rollout = Rollout("q", (9,), [first, result, note, after])
         assert retrieval_table([rollout], protocol)["goes_on_from"].tolist() == [expected], body
     assert retrieval_table([Rollout("q", (9,), [result, note])], protocol)["goes_on_from"].tolist() == ["neither"]

@@ -194,6 +194,8 @@ def test_rows_are_aligned(sample):
     json.dumps(table["token"].tolist())
 
 
-@pytest.mark.parametrize("variant, method", [("grpo_halfway", "grpo"), ("rapo_easy", "rapo"), ("rapo_halfway_p=1", "rapo_p=1")])
+@pytest.mark.parametrize(
+    "variant, method", [("grpo_halfway", "grpo"), ("rapo_easy", "rapo"), ("rapo_halfway_p=1", "rapo_p=1")]
+)
 def test_a_method_looks_the_same_in_every_regime(variant, method):
-    assert style_of(variant) == style_of(method)
+    assert plots.style_of(variant) == plots.style_of(method)
