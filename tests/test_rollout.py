@@ -342,6 +342,16 @@ def test_an_action_beyond_the_budget_is_not_run(tiny_policy, script, fake_toolbo
     assert len(run(tiny_policy, asked[:1], limits=spare).rollouts[0].tool_calls) == 4
 
 
+@pytest.mark.parametrize("once, n_retrieved", [(True, 1), (False, 3)])
+def test_a_whole_trajectory_is_inserted_once(tiny_policy, script, once, n_retrieved):
+    script(tiny_policy, [[SEARCH, SEARCH, SEARCH, ANSWER]])
+    retriever = FakeRetriever()
+    retriever.once_per_rollout = once
+    asked = [RolloutRequest(FakeQuestion("q", "employer?", max_steps=8), 0, True)]
+    (r,) = run(tiny_policy, asked, retriever=retriever, when_to_retrieve=coin(1.0)).rollouts
+    assert len(r.retrievals) == len(retriever.queries) == n_retrieved
+
+
 def test_a_trace_of_more_steps_than_are_left_is_not_inserted(tiny_policy, script):
     script(tiny_policy, [[SEARCH, ANSWER]])
     asked = [RolloutRequest(FakeQuestion("q", "employer?", max_steps=3), 0, True)]
