@@ -17,9 +17,10 @@ import torch
 from transformers import AutoTokenizer
 
 from rapo_lib.buffer import TOP_K, Retriever, StepTraceBuffer, import_traces_jsonl, make_traces, select_trajectories
-from rapo_lib.config import DATA, RunConfig
+from rapo_lib.config import RunConfig
 from rapo_lib.evaluate import evaluate, summarise_skills
 from rapo_lib.methods import Method, get_method
+from rapo_lib.pocket.files import POCKET, checked
 from rapo_lib.policy import Policy, add_lora, load_policy, save_adapter
 from rapo_lib.rollout import SamplingLimits
 from rapo_lib.runs import buffer_paths
@@ -28,7 +29,6 @@ from rapo_lib.tools import make_pocket_toolbox
 from rapo_lib.traces import Protocol, Rollout, load_jsonl, load_rollouts, retokenise, save_jsonl
 from rapo_lib.trainer import RAPOTrainer, score_rollouts, train_sft
 
-POCKET = DATA / "pocket"
 #: Seed of every evaluation: all runs answer with the same random numbers.
 EVALUATION_SEED = 0
 
@@ -64,7 +64,7 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
 def load_trajectories(config: RunConfig, protocol: Protocol, questions: Sequence[Question]) -> list[Rollout]:
     """The best correct trajectories of each question from the buffer's teachers, in the policy's ids (for SFT)."""
     texts, out = {q.id: q.text for q in questions}, []
-    for path in buffer_paths(config):
+    for path in map(checked, buffer_paths(config)):
         source = protocol_of(path, protocol)
         chosen = select_trajectories(load_rollouts(path), TOP_K)
         same = source.tokenizer.get_vocab() == protocol.tokenizer.get_vocab()
@@ -82,7 +82,7 @@ def protocol_of(path: Path, protocol: Protocol) -> Protocol:
 def make_buffer(config: RunConfig, protocol: Protocol, questions: Sequence[Question]) -> StepTraceBuffer:
     """The step-trace buffer of a run, from its teachers' sampled trajectories or from imported traces."""
     traces = []
-    for path in buffer_paths(config):
+    for path in map(checked, buffer_paths(config)):
         if "segments" in next(load_jsonl(path)):
             teacher = path.stem.split("_")[0]
             traces += make_traces(load_rollouts(path), questions, protocol_of(path, protocol), teacher, TOP_K)

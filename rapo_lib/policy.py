@@ -23,11 +23,13 @@ from typing import Protocol as Interface
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache
 
 from rapo_lib.config import ROOT, child_rng
+from rapo_lib.pocket.files import checked
 from rapo_lib.traces import SYSTEM_PROMPT, TAGS, Protocol, write_text_atomic
 
 #: Beside an adapter: which base model it belongs to.
@@ -97,7 +99,7 @@ def load_policy(
             such a model was trained on the protocol.
 
     Raises:
-        ValueError: neither a folder with a model nor a name that can be loaded.
+        ValueError: neither a folder with a model nor a name that can be loaded, or a folder with damaged files.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
@@ -105,12 +107,15 @@ def load_policy(
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, SafetensorError) as e:
+        first = (str(e).splitlines() or [""])[0]
+        if Path(source).is_dir():
+            raise ValueError(f"{source} holds no complete model ({first}); copy its files again") from e
         raise ValueError(
             f"cannot load the model {str(name_or_folder)!r}: no such folder here or in the repository, and not on the "
             "hub or in its cache. Without a network, download it elsewhere and pass the folder that holds config.json, "
             "model.safetensors and the tokenizer's files, for example load_policy('/data/Qwen2.5-0.5B-Instruct'). "
-            f"The first error was: {str(e).splitlines()[0]}"
+            f"The first error was: {first}"
         ) from e
     if system_prompt is None:
         known = tokenizer.get_vocab()
@@ -124,7 +129,7 @@ def _model_source(name_or_folder: str | Path) -> str:
         if folder.is_dir():
             if not (folder / "config.json").is_file():
                 raise ValueError(f"the folder {folder} holds no config.json, so it is no model folder")
-            return str(folder)
+            return str(checked(folder.resolve()))
     return str(name_or_folder)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .config import DATA
+from .pocket.files import POCKET, checked
 from .traces import load_jsonl
 
 REGIMES: tuple[str, ...] = ("exploration", "halfway", "easy")
@@ -122,7 +122,7 @@ def load_pocket_questions(regime: str, split: str) -> list[Question]:
     """
     check_name("regime", regime, REGIMES)
     check_name("split", split, SPLITS)
-    return load_questions(DATA / "pocket" / "questions" / f"{regime}_{split}.jsonl")
+    return load_questions(checked(POCKET / "questions" / f"{regime}_{split}.jsonl"))
 
 
 def load_verl_questions(path: Path | str, split: str = "") -> list[Question]:

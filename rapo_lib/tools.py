@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .config import DATA
+from .pocket.files import POCKET, checked
 from .sandbox import Sandbox, shared_sandbox
 from .tasks import SPLITS, check_name
 from .traces import ACTIONS, load_jsonl
@@ -449,8 +449,7 @@ def make_pocket_toolbox(split: str) -> Toolbox:
         FileNotFoundError: the pocket data are not there.
     """
     check_name("split", split, SPLITS)
-    wiki = DATA / "pocket" / "wiki"
-    prelude = (DATA / "pocket" / "python_prelude.py").read_text(encoding="utf-8")
-    search = SearchTool(list(load_jsonl(wiki / f"{split}_documents.jsonl")))
-    browse = BrowseTool(list(load_jsonl(wiki / f"{split}_pages.jsonl")))
+    prelude = checked(POCKET / "python_prelude.py").read_text(encoding="utf-8")
+    search = SearchTool(list(load_jsonl(checked(POCKET / "wiki" / f"{split}_documents.jsonl"))))
+    browse = BrowseTool(list(load_jsonl(checked(POCKET / "wiki" / f"{split}_pages.jsonl"))))
     return Toolbox([search, browse, PythonTool(prelude)])

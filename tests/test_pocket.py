@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
+import shutil
 
 import pytest
 
-from rapo_lib.pocket.build import POCKET, verify_checksums
 from rapo_lib.pocket.demonstrator import Demonstration, Habits
+from rapo_lib.pocket.files import POCKET, checked, verify_checksums, write_checksums
 from rapo_lib.pocket.tokenizer import make_tokenizer
 from rapo_lib.pocket.world import (
     HARD,
@@ -26,6 +28,7 @@ from rapo_lib.pocket.world import (
     split_names,
     step_text,
 )  # fmt: skip
+from rapo_lib.policy import load_policy
 from rapo_lib.tasks import load_pocket_questions
 from rapo_lib.tools import make_pocket_toolbox
 from rapo_lib.traces import Protocol, parse_step
@@ -167,6 +170,17 @@ def test_a_damaged_file_is_named_with_both_checksums(tmp_path):
     (tmp_path / "checksums.json").write_text(json.dumps({"a.txt": "0" * 64}))
     with pytest.raises(ValueError, match=r"a\.txt: sha256 is [0-9a-f]{64}, expected 0{64}"):
         verify_checksums(tmp_path)
+
+
+def test_a_damaged_shipped_model_is_named_before_it_is_loaded(tmp_path, monkeypatch):
+    shutil.copytree(POCKET / "models" / "weak", tmp_path / "models" / "weak")
+    write_checksums(tmp_path)
+    monkeypatch.setattr("rapo_lib.policy.checked", functools.partial(checked, root=tmp_path))
+    load_policy(tmp_path / "models" / "weak")
+    weights = tmp_path / "models" / "weak" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"model\.safetensors: sha256 is [0-9a-f]{64}, expected [0-9a-f]{64}"):
+        load_policy(tmp_path / "models" / "weak")
 
 
 def test_shipped_models_are_qwen3_with_tied_embeddings():

@@ -249,3 +249,13 @@ def test_greedy_takes_the_most_likely_and_keeps_entropy_and_logp():
     assert ids.item() == 1
     assert logps.item() == pytest.approx(torch.log_softmax(logits, -1)[0, 1].item())
     assert h.item() == pytest.approx(torch.distributions.Categorical(logits=logits).entropy().item())
+
+
+def test_a_damaged_model_folder_is_named(tmp_path, tiny_policy):
+    tiny_policy.base.save_pretrained(tmp_path)
+    tiny_policy.tokenizer.save_pretrained(tmp_path)
+    load_policy(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no complete model"):
+        load_policy(tmp_path)

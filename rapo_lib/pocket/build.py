@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing as mp
 import time
@@ -12,13 +11,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from rapo_lib.config import DATA
+from rapo_lib.pocket.files import POCKET, write_checksums
 from rapo_lib.pocket.tokenizer import save_tokenizer
 from rapo_lib.pocket.train import RECIPES, build_model
 from rapo_lib.pocket.world import PRELUDE, REGIMES, SPLIT_SIZES, make_questions, make_world
 from rapo_lib.traces import Rollout, save_jsonl, save_rollouts, write_text_atomic
 
-POCKET = DATA / "pocket"
 #: Order of training: the base first, then two at a time.
 WAVES = (("base",), ("student", "teacher"), ("weak",))
 TEACHERS = ("teacher", "weak")
@@ -35,6 +33,7 @@ def make_data(root: Path = POCKET) -> None:
         for regime in REGIMES:
             save_jsonl(root / "questions" / f"{regime}_{split}.jsonl", map(asdict, make_questions(regime, split)))
     write_text_atomic(root / "python_prelude.py", PRELUDE)
+    write_checksums(root)
 
 
 def make_models(root: Path = POCKET, jobs: int = 2, only: tuple[str, ...] = tuple(RECIPES)) -> None:
@@ -45,6 +44,7 @@ def make_models(root: Path = POCKET, jobs: int = 2, only: tuple[str, ...] = tupl
         with context.Pool(min(jobs, max(1, len(names)))) as pool:
             for report in pool.starmap(_train_one, [(n, root) for n in names], chunksize=1):
                 print(json.dumps(report))
+    write_checksums(root)
 
 
 def _train_one(name: str, root: Path) -> dict:
@@ -120,35 +120,6 @@ def measure(root: Path = POCKET, models: tuple[str, ...] = ("student", "teacher"
     return (
         frame.groupby(["model", "regime", "family", "steps"], sort=False)["pass@1"].agg(["size", "mean"]).reset_index()
     )
-
-
-def write_checksums(root: Path = POCKET) -> None:
-    """sha256 of every file, so that a damaged or swapped one is named when it is read."""
-    sums = {
-        str(p.relative_to(root)): _sha256(p)
-        for p in sorted(root.rglob("*"))
-        if p.is_file() and p.name != "checksums.json"
-    }
-    write_text_atomic(root / "checksums.json", json.dumps(sums, indent=1) + "\n")
-
-
-def verify_checksums(root: Path = POCKET) -> None:
-    """Compare every file under data/pocket/ with its checksum.
-
-    Raises:
-        ValueError: names the first file that is missing or differs, with both checksums.
-    """
-    for name, want in json.loads((root / "checksums.json").read_text(encoding="utf-8")).items():
-        path = root / name
-        got = _sha256(path) if path.is_file() else "missing"
-        if got != want:
-            raise ValueError(
-                f"{path}: sha256 is {got}, expected {want}; restore the file or run python -m rapo_lib.pocket"
-            )
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def build_all(jobs: int = 2) -> None:
