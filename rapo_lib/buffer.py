@@ -18,9 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import re
-import tempfile
 import unicodedata
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,6 +40,7 @@ from rapo_lib.traces import (
     load_jsonl,
     parse_step,
     save_jsonl,
+    write_bytes_atomic,
     write_text_atomic,
 )
 
@@ -669,7 +668,7 @@ class StepTraceBuffer:
         folder.mkdir(parents=True, exist_ok=True)
         save_jsonl(folder / "traces.jsonl", (asdict(t) for t in self.traces))
         write_text_atomic(folder / "encoder.json", json.dumps(self.encoder.state(), ensure_ascii=True))
-        _write_bytes_atomic(folder / "index.faiss", faiss.serialize_index(self.index).tobytes())
+        write_bytes_atomic(folder / "index.faiss", faiss.serialize_index(self.index).tobytes())
         sidecar = {
             "format": FORMAT,
             "encoder": self.encoder.name,
@@ -809,20 +808,6 @@ def _state_hash(state: Mapping[str, Any]) -> str:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _write_bytes_atomic(path: Path, data: bytes) -> None:
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(tmp, 0o644)
-        os.replace(tmp, path)
-    except BaseException:
-        Path(tmp).unlink(missing_ok=True)
-        raise
 
 
 # --------------------------------------------------------------------------------------------- retrieval

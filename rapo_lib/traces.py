@@ -415,14 +415,14 @@ def history_text(protocol: Protocol, question: str, segments: Sequence[Segment])
 # ------------------------------------------------------------------------------------------------ files
 
 
-def write_text_atomic(path: Path | str, text: str) -> None:
-    """Write a text file so that a reader sees the old content or the new, never half of it."""
+def write_bytes_atomic(path: Path | str, data: bytes) -> None:
+    """Write a file so that a reader sees the old content or the new, never half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(fd, "w", encoding="utf-8", newline="\n") as f:
-            f.write(text)
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
             f.flush()
             os.fsync(f.fileno())
         os.chmod(tmp, 0o644)
@@ -430,6 +430,11 @@ def write_text_atomic(path: Path | str, text: str) -> None:
     except BaseException:
         Path(tmp).unlink(missing_ok=True)
         raise
+
+
+def write_text_atomic(path: Path | str, text: str) -> None:
+    """Write a UTF-8 text file, likewise."""
+    write_bytes_atomic(path, text.encode("utf-8"))
 
 
 def save_jsonl(path: Path | str, rows: Iterable[Mapping[str, Any]]) -> None:

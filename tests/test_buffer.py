@@ -432,7 +432,7 @@ def test_case_29_a_damaged_sidecar_is_named(tmp_path, content, message):
 
 def test_an_interrupted_save_is_refused(tmp_path, monkeypatch):
     B.StepTraceBuffer.build(many(20)).save(tmp_path)
-    monkeypatch.setattr(B, "_write_bytes_atomic", lambda *_: 1 / 0)
+    monkeypatch.setattr(B, "write_bytes_atomic", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         B.StepTraceBuffer.build(many(30)).save(tmp_path)
     with pytest.raises(ValueError, match="30 lines, 20 expected.*a save was interrupted"):
