@@ -139,7 +139,6 @@ class Profile:
     jobs: int = _f(2, "training runs at once, one thread each")
     n_gate: int = _f(1000, "rollouts each way of the check before any RL")
     offline: bool = _f(True, "everything needed lies in the repository: no hub is asked")
-    tried: bool = _f(True, "whether the profile has been run from end to end")
     run: Mapping[str, Any] = field(
         default_factory=dict, metadata={"doc": "RunConfig fields that differ from the default"}
     )
@@ -188,7 +187,6 @@ PROFILES: dict[str, Profile] = {
             noise_probs=(0.0, 1.0),
             jobs=1,
             offline=False,
-            tried=False,
             run={"student": "Qwen/Qwen2.5-0.5B-Instruct", "learning_rate": 1e-5, "questions_per_step": 32}
             | {"max_completion": 2048, "rl_steps": 200, "eval_every": 20},
         ),
@@ -209,7 +207,7 @@ def load_profile(name: str, **overrides: Any) -> Profile:
     if name not in PROFILES:
         raise ValueError(f"unknown profile {name!r}; allowed: {', '.join(PROFILES)}")
     profile = PROFILES[name]
-    own = {f.name for f in dataclasses.fields(Profile)} - {"name", "about", "run", "tried"}
+    own = {f.name for f in dataclasses.fields(Profile)} - {"name", "about", "run"}
     mine = {k: tuple(v) if isinstance(v, list) else v for k, v in overrides.items() if k in own}
     runs = {k: v for k, v in overrides.items() if k not in own}
     allowed = own | {f.name for f in dataclasses.fields(RunConfig)}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rapo_lib import rollout
 from rapo_lib.policy import GenericDecoder, Policy, add_lora, merged_model
 from rapo_lib.rollout import RolloutRequest, SamplingLimits, StopTable, coin, entropy_above, sample_rollouts
-from rapo_lib.traces import Protocol, Segment
+from rapo_lib.traces import END_REASONS, Protocol, Segment
 
 LIMITS = SamplingLimits(max_completion=240, max_calls=8, max_steps=6)
 SEARCH = "<think> a</think><search> employer of Kavelo</search>"
@@ -139,7 +139,7 @@ def test_case4_lengths_and_masks_hold_after_any_mix_and_cut(data, tiny_policy, s
     for r in batch.rollouts:
         n = len(r.completion_ids)
         assert n == len(r.policy_mask) == len(r.logps) == len(r.entropies) <= limits.max_completion
-        assert r.end_reason in ("answer", "eos", "budget", "calls", "length", "format")
+        assert r.end_reason in END_REASONS
         assert 0 <= r.retrieved_frac <= 1
         assert len(r.tool_calls) <= limits.max_calls
         n_steps = sum(s.info["n_steps"] for s in r.retrievals) + len(r.tool_calls)
