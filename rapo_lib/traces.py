@@ -437,9 +437,14 @@ def write_text_atomic(path: Path | str, text: str) -> None:
     write_bytes_atomic(path, text.encode("utf-8"))
 
 
+def jsonl_line(row: Mapping[str, Any]) -> str:
+    """One line of a JSONL file (ASCII escapes, so U+2028 and any locale are harmless)."""
+    return json.dumps(row, ensure_ascii=True, separators=(",", ":")) + "\n"
+
+
 def save_jsonl(path: Path | str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write one JSON object a line (ASCII escapes, so U+2028 and any locale are harmless)."""
-    write_text_atomic(path, "".join(json.dumps(r, ensure_ascii=True, separators=(",", ":")) + "\n" for r in rows))
+    """Write one JSON object a line."""
+    write_text_atomic(path, "".join(map(jsonl_line, rows)))
 
 
 def load_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:

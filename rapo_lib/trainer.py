@@ -13,11 +13,12 @@ What differs from GRPOTrainer (trl 1.16), and how:
 4. `_compute_loss` hides the rows whose advantage is 0 from the forward pass and trims padding, then
    calls `super()`. With beta = 0 their gradient is exactly 0.
 5. The mini-batches of an RL step are drawn from a stream of (seed, RL step), so a resumed run draws the same.
+6. Checkpoints are those of `rapo_lib.checkpoints`: whole, checked, without pickles.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
 import os
 import time
@@ -32,9 +33,10 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
+from rapo_lib.checkpoints import ExactCheckpoints, latest_checkpoint
 from rapo_lib.config import RunConfig, child_rng
 from rapo_lib.methods import Method
 from rapo_lib.objective import (
@@ -49,7 +51,7 @@ from rapo_lib.policy import Policy
 from rapo_lib.rewards import pocket_reward
 from rapo_lib.rollout import RolloutBatch, RolloutRequest, SamplingLimits, coin, sample_rollouts
 from rapo_lib.tasks import Question
-from rapo_lib.traces import Protocol, Rollout, write_text_atomic
+from rapo_lib.traces import Protocol, Rollout
 
 Reward = Callable[[Rollout, Question, Protocol], float]
 #: Padded tokens of one forward pass on a CPU: activations of this size stay in its cache.
@@ -58,8 +60,6 @@ CPU_CHUNK_TOKENS = 2048
 RELEASED_CLIP, RELEASED_DUAL_CLIP = (0.2, 0.28), 3.0
 #: Above this many parameters activations are recomputed in the backward pass.
 CHECKPOINTING_FROM = 100_000_000
-#: Written into a checkpoint folder when everything else is there.
-COMPLETE = "complete.json"
 
 
 # ---------------------------------------------------------------------------------------------- scoring
@@ -208,7 +208,7 @@ def grpo_config(
         loss = dict(loss_type="dapo", epsilon=RELEASED_CLIP[0], epsilon_high=RELEASED_CLIP[1], delta=RELEASED_DUAL_CLIP)
     saving: dict[str, Any] = dict(save_strategy="no")
     if checkpoint_every is not None:
-        saving = dict(save_strategy="steps", save_steps=checkpoint_every * config.updates_per_step, save_total_limit=2)
+        saving = dict(save_strategy="steps", save_steps=checkpoint_every * config.updates_per_step)
     return GRPOConfig(
         output_dir=str(output_dir),
         **optimiser_settings(config, policy),
@@ -256,7 +256,7 @@ def question_order(n_questions: int, config: RunConfig) -> list[int]:
     return order[: config.rl_steps * per_step]
 
 
-class RAPOTrainer(GRPOTrainer):
+class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
     """GRPOTrainer with hybrid rollouts, the retrieval advantage and the shaped ratio.
 
     With a = m = 0 and no retrieval it is GRPO: a test holds its gradients to GRPOTrainer's. Groups may be
@@ -271,11 +271,12 @@ class RAPOTrainer(GRPOTrainer):
         method: arguments of rollout and objective.
         output_dir: folder of checkpoints.
         reward: outcome reward of a rollout.
-        on_rl_step: called at the end of each RL step, on the main process, with a row of metrics (names in
-            `rollout_metrics` and `METRIC_TIMES`) and the RL step's rollouts of all processes.
+        on_rl_step: called at the end of each RL step, on the main process, with a row of metrics (those of
+            `rollout_metrics`, clip_frac, negative_factor_frac and seconds) and the RL step's rollouts of all processes.
         callbacks: further transformers callbacks.
         micro_batch: rollouts of one backward pass and process; None: all rollouts of an optimiser step.
         checkpoint_every: RL steps between checkpoints; None: no checkpoints.
+        on_checkpoint: called with the folder of each checkpoint while it is written, to put more files into it.
         when_to_retrieve: draws at each boundary; None: a coin with the run's retrieval_prob.
         sampler: makes the rollouts.
 
@@ -298,6 +299,7 @@ class RAPOTrainer(GRPOTrainer):
         callbacks: Sequence[TrainerCallback] = (),
         micro_batch: int | None = None,
         checkpoint_every: int | None = None,
+        on_checkpoint: Callable[[Path], None] | None = None,
         when_to_retrieve: Callable[..., bool] | None = None,
         sampler: Callable[..., RolloutBatch] = sample_rollouts,
     ) -> None:
@@ -306,6 +308,7 @@ class RAPOTrainer(GRPOTrainer):
         self.retriever, self.config, self.method = retriever, config, method
         self.reward, self.on_rl_step, self.sampler = reward, on_rl_step, sampler
         self.when_to_retrieve = when_to_retrieve or coin(config.retrieval_prob)
+        self.run_identity, self.on_checkpoint = dataclasses.asdict(config), on_checkpoint
         self.chunk_tokens = CPU_CHUNK_TOKENS if policy.device.type == "cpu" else None
         self._rollouts: list[Rollout] = []  # of this process and RL step, in the order of its inputs
         self._question_rows: list[int] = []
@@ -336,11 +339,15 @@ class RAPOTrainer(GRPOTrainer):
         return self.state.global_step // self.config.updates_per_step + 1
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **kwargs: Any) -> Any:
-        """Train; True goes on from the newest complete checkpoint, or starts when there is none."""
+        """Train; True goes on from the newest whole checkpoint of output_dir, or starts when there is none.
+
+        Raises:
+            ValueError: the checkpoint belongs to another configuration.
+        """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = latest_checkpoint(self.args.output_dir)
+            return self.resume(latest_checkpoint(self.args.output_dir))
         with _without_known_warnings():
-            return super().train(str(resume_from_checkpoint) if resume_from_checkpoint else None, **kwargs)
+            return super().train(resume_from_checkpoint, **kwargs)
 
     def sample(self) -> list[Rollout]:
         """Sample and score the rollouts of this process for the running RL step."""
@@ -354,12 +361,7 @@ class RAPOTrainer(GRPOTrainer):
             self.policy,
             requests,
             self.toolbox,
-            limits=SamplingLimits(
-                max_completion=self.config.max_completion,
-                max_calls=self.config.max_calls,
-                max_steps=self.config.max_calls,
-                extra_steps=self.config.extra_steps,
-            ),
+            limits=SamplingLimits.of(self.config),
             seed=self.config.seed,
             stream=("train", self.rl_step),
             temperature=self.config.temperature,
@@ -538,7 +540,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], method: Method) -> dict[str, fl
         out); nan_rewards: rollouts without a reward; groups_no_signal_frac; entropy: mean token entropy of
         the policy's tokens in nats; retrieved_frac: mean F_ret and retrieval_reward: mean Z_ret of the rollouts
         with a retrieval; retrievals: number of them; tool_calls: mean of a rollout; tool_failures_frac: of all
-        calls; completion_tokens: mean length with inserted tokens; generated_tokens: sum of the policy's.
+        calls; completion_tokens: mean length with inserted tokens; generated_tokens: sum of the policy's;
+        truncated_frac and format_faults_frac: rollouts that ended by their length or by a broken format.
     """
     rewards = [math.nan if r.reward is None else r.reward for r in rollouts]
     calls = [s for r in rollouts for s in r.tool_calls]
@@ -558,6 +561,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], method: Method) -> dict[str, fl
         "tool_failures_frac": _mean([float(not s.info["ok"]) for s in calls]),
         "completion_tokens": _mean([float(len(r.policy_mask)) for r in rollouts]),
         "generated_tokens": len(entropies),
+        "truncated_frac": _mean([float(r.end_reason == "length") for r in rollouts]),
+        "format_faults_frac": _mean([float(r.end_reason == "format") for r in rollouts]),
     }
 
 
@@ -567,11 +572,8 @@ def _mean(values: Sequence[float]) -> float:
     return sum(kept) / len(kept) if kept else math.nan
 
 
-# ------------------------------------------------------------------------------------------ checkpoints
-
-
 class _RLStepEnd(TrainerCallback):
-    """Counts RL steps, and marks a checkpoint as complete when all of it is written."""
+    """Counts RL steps."""
 
     def __init__(self, trainer: RAPOTrainer) -> None:
         self.trainer = trainer
@@ -579,18 +581,6 @@ class _RLStepEnd(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self.trainer.config.updates_per_step == 0:
             self.trainer._finish_rl_step()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            rl_step = state.global_step // self.trainer.config.updates_per_step
-            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            write_text_atomic(folder / COMPLETE, json.dumps({"rl_step": rl_step}))
-
-
-def latest_checkpoint(folder: Path | str) -> Path | None:
-    """The newest checkpoint in a folder that was written to its end; a half-written one is ignored."""
-    found = [p.parent for p in Path(folder).glob(f"checkpoint-*/{COMPLETE}")]
-    return max(found, key=lambda p: int(p.name.removeprefix("checkpoint-")), default=None)
 
 
 # -------------------------------------------------------------------------------------------------- SFT
@@ -604,48 +594,51 @@ def train_sft(
     *,
     batch_size: int = 16,
     on_update: Callable[[dict[str, float]], None] | None = None,
+    checkpoint_every: int | None = None,
+    on_checkpoint: Callable[[Path], None] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
-) -> list[dict[str, float]]:
+) -> None:
     """Supervised fine-tuning of the adapter on the teacher's selected trajectories.
 
     The loss is the cross-entropy of the ids that the teacher wrote; observations are seen and not learned.
-    Optimiser and adapter are those of the RL runs.
+    Optimiser and adapter are those of the RL runs. It goes on from the newest whole checkpoint of output_dir.
 
     Args:
         policy: the policy to train, with its adapter.
         rollouts: the teacher's trajectories, already selected, in the policy's own ids.
         config: the run; `sft_epochs` passes over the trajectories.
-        output_dir: working folder of transformers (nothing is saved).
+        output_dir: folder of checkpoints.
         batch_size: trajectories of one optimiser step.
-        on_update: called after each optimiser step with its row.
+        on_update: called after each optimiser step with its row: update, epoch, loss (nats a token).
+        checkpoint_every: optimiser steps between checkpoints; None: no checkpoints.
+        on_checkpoint: called with the folder of each checkpoint while it is written.
         callbacks: further transformers callbacks.
 
-    Returns:
-        One row an optimiser step: update, epoch, loss (nats a token), sec since the start.
-
     Raises:
-        ValueError: no trajectory, or one in which the policy wrote nothing.
+        ValueError: no trajectory, one in which the policy wrote nothing, or a checkpoint of another configuration.
     """
     if not rollouts:
         raise ValueError("no trajectories to learn from; select at least one")
-    log = _SFTLog(on_update)
+    saving: dict[str, Any] = dict(save_strategy="no")
+    if checkpoint_every is not None:
+        saving = dict(save_strategy="steps", save_steps=checkpoint_every)
     with _without_known_warnings():
-        trainer = Trainer(
+        trainer = ExactCheckpoints(
             model=policy.model,
             args=TrainingArguments(
                 output_dir=str(output_dir),
                 **optimiser_settings(config, policy),
                 num_train_epochs=config.sft_epochs,
                 per_device_train_batch_size=batch_size,
-                save_strategy="no",
+                **saving,
             ),
             train_dataset=Dataset.from_list([_sft_row(r) for r in rollouts]),
             data_collator=_collate,
-            callbacks=[*callbacks, log],
+            callbacks=[*callbacks, _SFTLog(on_update)],
         )
+        trainer.run_identity, trainer.on_checkpoint = dataclasses.asdict(config), on_checkpoint
         trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    return log.rows
+        trainer.resume(latest_checkpoint(output_dir))
 
 
 def _sft_row(rollout: Rollout) -> dict[str, list[int]]:
@@ -664,14 +657,9 @@ def _collate(rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
 
 class _SFTLog(TrainerCallback):
     def __init__(self, on_update: Callable[[dict[str, float]], None] | None) -> None:
-        self.rows: list[dict[str, float]] = []
         self.on_update = on_update
-        self.started = time.perf_counter()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
-        if "loss" not in logs:  # the closing summary
-            return
-        row = {"update": state.global_step, "epoch": logs["epoch"], "loss": logs["loss"]}
-        self.rows.append(row | {"sec": time.perf_counter() - self.started})
-        if self.on_update is not None:
-            self.on_update(self.rows[-1])
+        # The closing summary has no loss.
+        if "loss" in logs and self.on_update is not None:
+            self.on_update({"update": state.global_step, "epoch": logs["epoch"], "loss": logs["loss"]})

@@ -473,16 +473,18 @@ def test_rollout_metrics_by_hand():
         logged = [h] * n if origin == "policy" else []
         return {"origin": origin, "ids": [5] * n, "logps": logged, "entropies": logged, "info": info}
 
-    def rollout(segments, hybrid, reward, question="q"):
-        rest = dict(prompt_ids=[1], place=0, end_reason="answer")
+    def rollout(segments, hybrid, reward, question="q", end_reason="answer"):
+        rest = dict(prompt_ids=[1], place=0, end_reason=end_reason)
         return own({"question_id": question, "segments": segments, "hybrid": hybrid, "reward": reward} | rest)
 
     rollouts = [
         rollout(
             [segment("policy", 2, 0.6), segment("tool", 1, ok=False, **tool), segment("policy", 1, 0.6)], False, 1.0
         ),
-        rollout([segment("policy", 4, 0.6), segment("retrieval", 2), segment("policy", 2, 0.3)], True, 0.0),
-        rollout([segment("policy", 1, 0.6), segment("tool", 2, ok=True, **tool)], True, math.nan, "p"),
+        rollout(
+            [segment("policy", 4, 0.6), segment("retrieval", 2), segment("policy", 2, 0.3)], True, 0.0, "q", "format"
+        ),
+        rollout([segment("policy", 1, 0.6), segment("tool", 2, ok=True, **tool)], True, math.nan, "p", "length"),
     ]
     got = t.rollout_metrics(rollouts, METHODS["rapo"])
     want = dict(
@@ -500,7 +502,7 @@ def test_rollout_metrics_by_hand():
         tool_calls=2 / 3,
         tool_failures_frac=0.5,
     )
-    want |= dict(completion_tokens=(4 + 8 + 3) / 3, generated_tokens=10)
+    want |= dict(completion_tokens=(4 + 8 + 3) / 3, generated_tokens=10, truncated_frac=1 / 3, format_faults_frac=1 / 3)
     assert got == pytest.approx(want)
 
 
@@ -508,7 +510,7 @@ def test_metric_names_of_a_row(tmp_path):
     (row, rollouts) = train(tmp_path, "rapo", w.small_config(rl_steps=1), w.Canned(noise=0.1))[2][0]
     names = """rl_step reward reward_on reward_hybrid entropy retrieved_frac retrieval_reward groups_no_signal_frac
         clip_frac negative_factor_frac tool_calls tool_failures_frac completion_tokens generated_tokens retrievals
-        rollout_sec update_sec retrieval_sec tools_sec step_sec nan_rewards"""
+        rollout_sec update_sec retrieval_sec tools_sec step_sec nan_rewards truncated_frac format_faults_frac"""
     assert set(row) == set(names.split()) and len(rollouts) == 8
     json.dumps(row)
 
@@ -522,7 +524,8 @@ def test_sft_learns_the_teachers_ids_and_nothing_else(tmp_path):
     before = t.score_rollouts(policy, teacher)
     mask = [m for r in teacher for m in r.policy_mask]
     expected = -sum(x for row in before for x in row) / sum(mask)
-    log = t.train_sft(policy, teacher, w.small_config(sft_epochs=6.0, learning_rate=0.02), tmp_path, batch_size=16)
+    config, log = w.small_config(sft_epochs=6.0, learning_rate=0.02), []
+    t.train_sft(policy, teacher, config, tmp_path, batch_size=16, on_update=log.append)
     assert [row["update"] for row in log] == [1, 2, 3, 4, 5, 6]
     assert log[0]["loss"] == pytest.approx(expected, rel=1e-4)  # observations would move this mean
     assert log[-1]["loss"] < log[0]["loss"] - 0.1
