@@ -196,7 +196,7 @@ def bench_update(options: argparse.Namespace) -> None:
     questions, toolbox = load_pocket_questions(config.regime, "train"), make_pocket_toolbox("train")
     first = question_order(len(questions), config)[: config.questions_per_step]
     requests = [RolloutRequest(questions[i], place) for i in first for place in range(config.group_size)]
-    limits = SamplingLimits(config.max_completion, config.max_calls, config.max_calls)
+    limits = SamplingLimits.of(config)
     rollouts = sample_rollouts(load_policy(config.student), requests, toolbox, limits=limits, seed=0).rollouts
     n_tokens = sum(len(r.completion_ids) for r in rollouts)
     print(f"{len(rollouts)} rollouts, {n_tokens} completion tokens, one thread, {config.updates_per_step} updates")

@@ -27,7 +27,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from rapo_lib.config import ROOT, Profile
-from rapo_lib.runs import library_hash, results_folder
+from rapo_lib.runs import advice, library_hash, results_folder
 
 NOTEBOOKS = ROOT / "notebooks"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -240,8 +240,8 @@ def run_notebooks(
             return _run_all(profile, notebooks, out, jobs or profile.jobs, fresh)
     except Timeout:
         print(f"another run_all.sh is working in {out}; wait for it, or choose another profile", file=sys.stderr)
-    except ValueError as e:
-        print(e, file=sys.stderr)
+    except (ValueError, OSError) as e:
+        print(f"{e}{advice(e)}", file=sys.stderr)
     except KeyboardInterrupt:
         print("\ninterrupted; what is finished is kept, the same command goes on from here", file=sys.stderr)
         return 130

@@ -5,7 +5,9 @@ Notebook 05 explains this module; `rapo_lib.runs` decides which runs are due and
 
 from __future__ import annotations
 
-import shutil
+import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,47 +19,75 @@ import torch
 from transformers import AutoTokenizer
 
 from rapo_lib.buffer import TOP_K, Retriever, StepTraceBuffer, import_traces_jsonl, make_traces, select_trajectories
+from rapo_lib.checkpoints import latest_checkpoint, refuse_other_run
 from rapo_lib.config import RunConfig
 from rapo_lib.evaluate import evaluate, summarise_skills
+from rapo_lib.guard import CollapseGuard
 from rapo_lib.methods import Method, get_method
 from rapo_lib.pocket.files import POCKET, checked
 from rapo_lib.policy import Policy, add_lora, load_policy, save_adapter
 from rapo_lib.rollout import SamplingLimits
-from rapo_lib.runs import buffer_paths
+from rapo_lib.runs import WORK, buffer_paths
 from rapo_lib.tasks import Question, check_disjoint, load_pocket_questions
 from rapo_lib.tools import make_pocket_toolbox
-from rapo_lib.traces import Protocol, Rollout, load_jsonl, load_rollouts, retokenise, save_jsonl
+from rapo_lib.traces import (
+    Protocol,
+    Rollout,
+    jsonl_line,
+    load_jsonl,
+    load_rollouts,
+    retokenise,
+    write_bytes_atomic,
+    write_text_atomic,
+)
 from rapo_lib.trainer import RAPOTrainer, score_rollouts, train_sft
 
 #: Seed of every evaluation: all runs answer with the same random numbers.
 EVALUATION_SEED = 0
+#: RL steps and SFT updates between checkpoints: what a kill can cost at most.
+RL_EVERY, SFT_EVERY = 1, 25
+#: What the recorder knows, inside each checkpoint.
+STATE = "recorder.json"
 
 
 def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     """Train one policy and write metrics, evaluations, some rollouts and the adapter.
 
+    Where the folder holds a checkpoint of this run, it goes on from there and ends as if it had never stopped.
+
     Args:
-        config: the run. folder: where metrics.parquet, evals.parquet, final.parquet, rollouts.jsonl and
-            adapter/ go.
+        config: the run. folder: where metrics.parquet, evals.parquet, final.parquet, rollouts.jsonl, adapter/
+            and, for RL, best/ (the adapter of the best validation) go; checkpoints lie below work/.
 
     Returns:
-        Facts for done.json: `pass@1` on the test questions, sampled and greedy, and training seconds.
+        Facts for done.json: `pass@1` on the test questions, sampled and greedy, training seconds, the best
+        validation, alarms of the collapse guard, and the steps at which it was taken up again.
+
+    Raises:
+        RuntimeError: a tool that the questions need is missing.
+        ValueError: the folder holds a checkpoint of another configuration.
     """
     torch.set_num_threads(config.threads)
     method = get_method(config.method)
     train, validation, test = (load_pocket_questions(config.regime, s) for s in ("train", "validation", "test"))
     check_disjoint(train, [*validation, *test])
+    toolbox = make_pocket_toolbox("train")
     policy = add_lora(load_policy(config.student), config.lora_r, config.seed)
-    recorder = Recorder(config, folder, policy, validation[: config.n_eval])
-    recorder.evaluate(0)
-    work = folder / "work"
+    recorder, work = Recorder(config, folder, policy, validation[: config.n_eval]), folder / WORK
+    recorder.begin(latest_checkpoint(work))
+    saving: dict[str, Any] = {"on_checkpoint": recorder.save_state}
     if method.trained_by == "sft":
-        train_sft(policy, load_trajectories(config, policy.protocol, train), config, work, on_update=recorder.on_update)
+        teacher = load_trajectories(config, policy.protocol, train)
+        train_sft(policy, teacher, config, work, on_update=recorder.on_update, checkpoint_every=SFT_EVERY, **saving)
     else:
         retriever = make_retriever(config, method, policy.protocol, train)
-        toolbox = make_pocket_toolbox("train")
-        RAPOTrainer(policy, train, toolbox, retriever, config, method, work, on_rl_step=recorder.on_rl_step).train()
-    shutil.rmtree(work, ignore_errors=True)
+        trainer = RAPOTrainer(
+            *(policy, train, toolbox, retriever, config, method, work),
+            on_rl_step=recorder.on_rl_step,
+            checkpoint_every=RL_EVERY,
+            **saving,
+        )
+        trainer.train(resume_from_checkpoint=True)
     return recorder.finish(test[: config.n_final])
 
 
@@ -115,13 +145,55 @@ class Recorder:
 
     def __init__(self, config: RunConfig, folder: Path, policy: Policy, questions: Sequence[Question]) -> None:
         self.config, self.folder, self.policy, self.questions = config, folder, policy, list(questions)
-        self.limits = SamplingLimits(config.max_completion, config.max_calls, config.max_calls, config.extra_steps)
+        self.limits = SamplingLimits.of(config)
         self.toolbox = make_pocket_toolbox("validation")
+        self.guard = CollapseGuard()
         self.metrics: list[dict[str, Any]] = []
         self.evals: list[dict[str, Any]] = []
-        self.kept: list[dict[str, Any]] = []
+        self.kept: list[str] = []  # lines of rollouts.jsonl
+        self.alarms: list[str] = []
+        self.best: dict[str, float] = {}
+        self.resumed_at: list[int] = []
         self.train_sec = 0.0
         self.since = time.perf_counter()
+
+    def begin(self, checkpoint: Path | None) -> None:
+        """Go on from a checkpoint, or evaluate the untrained policy.
+
+        Raises:
+            ValueError: the checkpoint belongs to another configuration, or the rollouts kept so far have changed.
+        """
+        if checkpoint is None:
+            self.evaluate(0)
+            self._save_rollouts()
+        else:
+            refuse_other_run(checkpoint, dataclasses.asdict(self.config))
+            self._restore(checkpoint)
+        self.since = time.perf_counter()
+
+    def save_state(self, checkpoint: Path) -> None:
+        """Put what was measured so far into a checkpoint that is being written."""
+        self._pause()
+        state = {k: getattr(self, k) for k in ("metrics", "evals", "best", "resumed_at", "train_sec")}
+        state |= {"kept": len(self.kept), "kept_sha256": _sha256(self.kept)}
+        write_text_atomic(checkpoint / STATE, json.dumps(state) + "\n")
+
+    def _restore(self, checkpoint: Path) -> None:
+        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+        path = self.folder / "rollouts.jsonl"
+        # Rows behind the checkpoint's come again.
+        self.kept = path.read_text(encoding="utf-8").splitlines(keepends=True)[: state.pop("kept")]
+        if (want := state.pop("kept_sha256")) != (got := _sha256(self.kept)):
+            raise ValueError(
+                f"{path}: sha256 of its first {len(self.kept)} rows is {got}, the checkpoint {checkpoint.name} expects "
+                f"{want}; delete {self.folder} to do the run again"
+            )
+        for name, value in state.items():
+            setattr(self, name, value)
+        rows = (row for row in self.metrics if "rl_step" in row)  # SFT has none
+        self.alarms = [alarm.text for row in rows if (alarm := self.guard.update(row))]
+        self.resumed_at.append(int(self.metrics[-1].get("rl_step") or self.metrics[-1]["update"]))
+        print(f"taken up again after {checkpoint.name}", flush=True)
 
     def on_rl_step(self, row: dict[str, float], rollouts: list[Rollout]) -> None:
         """One RL step has ended: note its metrics, keep some rollouts, evaluate now and then."""
@@ -132,19 +204,23 @@ class Recorder:
         if due or step in (1, last):
             self._keep(step, rollouts)
         if due or step == last:
-            self.evaluate(step)
+            self._keep_best(step, self.evaluate(step))
         print(f"RL step {step}/{last}: reward {row['reward']:.3f}, entropy {row['entropy']:.3f}", flush=True)
+        if alarm := self.guard.update(row):
+            self.alarms.append(alarm.text)
+            print(f"WARNING: {alarm.text}", flush=True)
         self.since = time.perf_counter()
 
     def on_update(self, row: dict[str, float]) -> None:
         """One optimiser step of SFT has ended."""
         self.metrics.append(row)
 
-    def evaluate(self, rl_step: int) -> None:
+    def evaluate(self, rl_step: int) -> float:
         """Pass@1 on the validation questions, with temperature 1 and without retrieval."""
-        self._add("validation", rl_step, self._answer(self.questions, self.toolbox, greedy=False), greedy=False)
+        table = self._answer(self.questions, self.toolbox, greedy=False)
+        self._add("validation", rl_step, table, greedy=False)
         self._save()
-        self.since = time.perf_counter()
+        return self.evals[-1]["pass@1"]
 
     def finish(self, questions: Sequence[Question]) -> dict[str, Any]:
         """Answer the test questions, sampled and greedy, and save everything."""
@@ -155,13 +231,22 @@ class Recorder:
             tables.append(table.assign(greedy=greedy))
             self._add("test", self.config.rl_steps, table, greedy=greedy)
             facts["pass@1 greedy" if greedy else "pass@1"] = float(table["correct"].mean())
-        pd.concat(tables, ignore_index=True).to_parquet(self.folder / "final.parquet")
+        self._write_table("final", pd.concat(tables, ignore_index=True))
         self._save()
         save_adapter(self.policy, self.folder / "adapter")
-        return facts | {"n_final": len(questions), "train_sec": round(self.train_sec, 1)}
+        facts |= {"n_final": len(questions), "train_sec": round(self.train_sec, 1), "alarms": self.alarms}
+        return facts | {"best": self.best, "resumed_at": self.resumed_at}
 
     def _pause(self) -> None:
-        self.train_sec += time.perf_counter() - self.since
+        now = time.perf_counter()
+        self.train_sec += now - self.since
+        self.since = now
+
+    def _keep_best(self, step: int, rate: float) -> None:
+        """Save the adapter of the best validation so far; of equals the first."""
+        if rate > self.best.get("pass@1", -1.0):
+            self.best = {"rl_step": step, "pass@1": rate}
+            save_adapter(self.policy, self.folder / "best")
 
     def _answer(self, questions: Sequence[Question], toolbox: Any, *, greedy: bool) -> pd.DataFrame:
         c = self.config
@@ -199,11 +284,20 @@ class Recorder:
         }
         chosen = groups[max(groups, key=lambda q: (signals[q] > 0, sum(len(r.retrievals) for r in groups[q]) > 0))]
         after = score_rollouts(self.policy, chosen, self.config.temperature)
-        self.kept += [
-            {"rl_step": step, "logps_after": a, "rollout": r.to_dict()} for r, a in zip(chosen, after, strict=True)
-        ]
+        rows = zip(chosen, after, strict=True)
+        self.kept += [jsonl_line({"rl_step": step, "logps_after": a, "rollout": r.to_dict()}) for r, a in rows]
+        self._save_rollouts()
 
     def _save(self) -> None:
-        pd.DataFrame(self.metrics).to_parquet(self.folder / "metrics.parquet")
-        pd.DataFrame(self.evals).to_parquet(self.folder / "evals.parquet")
-        save_jsonl(self.folder / "rollouts.jsonl", self.kept)
+        self._write_table("metrics", pd.DataFrame(self.metrics))
+        self._write_table("evals", pd.DataFrame(self.evals))
+
+    def _save_rollouts(self) -> None:
+        write_text_atomic(self.folder / "rollouts.jsonl", "".join(self.kept))
+
+    def _write_table(self, name: str, table: pd.DataFrame) -> None:
+        write_bytes_atomic(self.folder / f"{name}.parquet", table.to_parquet())
+
+
+def _sha256(lines: Sequence[str]) -> str:
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -40,12 +40,11 @@ def sample_groups(
     """
     n_on = config.group_size - config.n_hybrid
     requests = [RolloutRequest(q, place, hybrid=place >= n_on) for q in questions for place in range(config.group_size)]
-    limits = SamplingLimits(config.max_completion, config.max_calls, config.max_calls, config.extra_steps)
     batch = sample_rollouts(
         policy,
         requests,
         toolbox,
-        limits=limits,
+        limits=SamplingLimits.of(config),
         seed=config.seed,
         stream=tuple(stream),
         temperature=config.temperature,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rapo_lib.config import child_rng
+from rapo_lib.config import RunConfig, child_rng
 from rapo_lib.policy import Decoder, Policy, make_decoder, sample_tokens
 from rapo_lib.traces import STOP_TAGS, Rollout, Segment, history_text, parse_step
 
@@ -68,6 +68,11 @@ class SamplingLimits:
     max_calls: int
     max_steps: int
     extra_steps: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> SamplingLimits:
+        """The limits of a run."""
+        return cls(config.max_completion, config.max_calls, config.max_calls, config.extra_steps)
 
 
 @dataclass

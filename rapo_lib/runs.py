@@ -2,8 +2,9 @@
 
 Notebook 05 explains this module. A run is a pure function of its RunConfig and lives in
 `results/<profile>/runs/<experiment>/<variant>/seed<k>-<hash>/`. It counts as done when done.json carries
-the hash of the modules and data that act on it; it is written beside its place and moved there whole, so
-an interrupted run leaves nothing that looks finished. `python -m rapo_lib.runs` is the command line.
+the hash of the modules and data that act on it. It is written beside its place (`.seed<k>-<hash>.partial`) and
+moved there whole, so an interrupted run leaves nothing that looks finished, and goes on from its last
+checkpoint. `python -m rapo_lib.runs` is the command line.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import errno
 import functools
 import hashlib
 import importlib
@@ -25,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +49,17 @@ LOOKING_ON = {
     "explorer.py",
     "bench.py",
     "hybrids.py",
+    "faults.py",
+    "hostile.py",
     "__init__.py",
 }
 #: Names in config.py that choose runs but do not act inside one.
 CHOOSING = {"MAIN_METHODS", "Profile", "PROFILES", "load_profile", "field_table"}
 EXECUTOR = "rapo_lib.execution:execute_run"
+#: Folder inside a run's partial folder for what only an interrupted run needs; gone when the run is done.
+WORK = "work"
+#: Files that done.json holds no checksum of: itself, and what may differ between equal runs.
+UNCHECKED = ("done.json", "log.txt")
 
 
 class RunFailed(RuntimeError):
@@ -153,24 +161,57 @@ class Run:
     @property
     def done(self) -> dict[str, Any] | None:
         """What done.json says, or None when the run is missing, stale or half-written."""
-        try:
-            row = json.loads((self.folder / "done.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            return None
-        fresh_since = float(os.environ.get("RAPO_FRESH_SINCE", "0"))
-        current = row.get("config_hash") == self.config.hash() and row.get("inputs_hash") == inputs_hash(self.config)
-        return row if current and row["finished_at"] >= fresh_since else None
+        return read_done(self.folder, self.config)
+
+    def file(self, name: str) -> Path:
+        """The path of one of the run's files, after comparing it with the checksum in done.json.
+
+        Raises:
+            ValueError: the file is missing, damaged or swapped, or was not made by the run.
+        """
+        sums = json.loads((self.folder / "done.json").read_text(encoding="utf-8"))["files"]
+        path = self.folder / name
+        got = _sha256(path) if path.is_file() else "missing"
+        if got != (want := sums.get(name, "no such file")):
+            raise ValueError(
+                f"{path}: sha256 is {got}, done.json expects {want}; delete {self.folder}, and it is made again"
+            )
+        return path
 
     def table(self, name: str) -> pd.DataFrame:
         """One of the run's tables: `metrics`, `evals` or `final`, with columns variant, method, seed in front."""
-        df = pd.read_parquet(self.folder / f"{name}.parquet")
+        df = pd.read_parquet(self.file(f"{name}.parquet"))
         for i, column in enumerate(("variant", "method", "seed")):
             df.insert(i, column, self.variant if column == "variant" else getattr(self.config, column))
         return df
 
     def rollouts(self) -> list[dict[str, Any]]:
         """The stored rollouts: rows with `rl_step` and `rollout`."""
-        return [{**r, "rollout": Rollout.from_dict(r["rollout"])} for r in load_jsonl(self.folder / "rollouts.jsonl")]
+        return [{**r, "rollout": Rollout.from_dict(r["rollout"])} for r in load_jsonl(self.file("rollouts.jsonl"))]
+
+
+def read_done(folder: Path, config: RunConfig, inputs: str | None = None) -> dict[str, Any] | None:
+    """What done.json in a folder says; None when it is missing, half-written, of another run, stale or not fresh.
+
+    Args:
+        folder: of the run. config: the run. inputs: hash of the modules and data that act on it (default: now's).
+    """
+    try:
+        row = json.loads((folder / "done.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    if row.get("config_hash") != config.hash() or row.get("inputs_hash") != (inputs or inputs_hash(config)):
+        return None
+    return row if row["finished_at"] >= _fresh_since() else None
+
+
+def _fresh_since() -> float:
+    """Runs that were begun before this moment do not count (`--fresh`)."""
+    return float(os.environ.get("RAPO_FRESH_SINCE", "0"))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def load_table(runs: Iterable[Run], name: str) -> pd.DataFrame:
@@ -245,7 +286,7 @@ def run_many(
     """Do the runs that are missing, `jobs` at once, and return them all in the order given.
 
     A finished run is found again by its configuration, also when another experiment of the same profile
-    made it. After a failure no further run starts. Interrupting loses the runs in progress only.
+    made it. After a failure no further run starts. An interrupted run goes on where it stopped.
 
     Args:
         configs: configurations, or for each variant's name its configurations.
@@ -360,30 +401,24 @@ class Worker:
         self.process = subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True, **pipes)
 
     def do(self, run: Run) -> str:
-        """Do one run: beside its place, then moved there whole.
+        """Do one run.
 
         Raises:
             RunFailed: it did not finish.
         """
-        partial = run.folder.with_name(f".{run.folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        write_text_atomic(partial / "config.json", json.dumps(dataclasses.asdict(run.config), indent=1) + "\n")
+        order = {"folder": str(run.folder), "config": dataclasses.asdict(run.config), "inputs": inputs_hash(run.config)}
         try:
-            self.process.stdin.write(json.dumps([str(partial), inputs_hash(run.config)]) + "\n")
+            self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
         except (BrokenPipeError, ValueError):
             answer = ""
+        log = _partial(run.folder) / "log.txt"
         if not answer:
-            raise RunFailed(
-                f"{run.label}: its process died (exit code {self.process.wait()})\n{_tail(partial / 'log.txt')}"
-            )
+            raise RunFailed(f"{run.label}: its process died (exit code {self.process.wait()})\n{_tail(log)}")
         reply = json.loads(answer)
         if "error" in reply:
-            raise RunFailed(f"{run.label}: {reply['error']}\n{_tail(partial / 'log.txt')}")
-        shutil.rmtree(run.folder, ignore_errors=True)
-        os.replace(partial, run.folder)
+            raise RunFailed(f"{run.label}: {reply['error']}\n{_tail(log)}")
         return reply["summary"]
 
     def stop(self) -> None:
@@ -423,12 +458,26 @@ def work(executor: str) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     while (line := lines.get()) is not None:
-        folder, inputs = json.loads(line)
-        with _to_log(Path(folder) / "log.txt"):
-            reply = _do(executor, Path(folder), inputs)
+        reply = _answer(executor, json.loads(line))
         busy.clear()
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
+
+
+def _answer(executor: str, order: dict[str, Any]) -> dict[str, str]:
+    try:
+        config = RunConfig().replace(**order["config"])
+        return {"summary": do_run(executor, Path(order["folder"]), config, order["inputs"])}
+    except Exception as e:  # the worker goes on; the parent raises with the log
+        return {"error": f"{type(e).__name__}: {e}{advice(e)}"}
+
+
+def advice(error: Exception) -> str:
+    """What to do about a full disk, empty for other errors; some libraries pass the system's words on as their own."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    if getattr(error, "errno", None) in full or any(os.strerror(n) in str(error) for n in full):
+        return "\nthe disk is full; finished runs and checkpoints are kept: free some space, run the same command again"
+    return ""
 
 
 @contextmanager
@@ -440,20 +489,80 @@ def _to_log(path: Path):
             os.dup2(log.fileno(), fd)
         try:
             yield
+        except Exception:
+            with suppress(OSError):
+                traceback.print_exc()
+            raise
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):  # on a full disk the error at hand matters more than the log
+                    stream.flush()
             for fd, old in kept:
                 os.dup2(old, fd)
                 os.close(old)
 
 
-def _do(executor: str, folder: Path, inputs: str) -> dict[str, str]:
-    try:
-        return {"summary": finish_run(executor, folder, inputs)}
-    except Exception as e:  # the worker goes on; the parent raises with the log
-        traceback.print_exc()
-        return {"error": f"{type(e).__name__}: {e}"}
+def _partial(folder: Path) -> Path:
+    """Where a run is written before it is moved to its place."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def _lock_file(folder: Path) -> Path:
+    """Held by the process that writes a run; beside the folder, which moves."""
+    return folder.absolute().with_name(f".{folder.absolute().name}.lock")
+
+
+def do_run(executor: str, folder: Path, config: RunConfig, inputs: str) -> str:
+    """Do a run, or go on with it, beside its place, and move it there whole.
+
+    Args:
+        executor: `module:function`. folder: its place. config: what to run. inputs: hash of modules and data.
+
+    Returns:
+        One line about the run.
+
+    Raises:
+        ValueError: the partial folder belongs to another configuration.
+    """
+    partial = _partial(folder)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    # A worker whose parent was killed may still be ending; the system frees its lock when it is gone.
+    with FileLock(_lock_file(folder)):
+        if done := read_done(folder, config, inputs):  # another process did it while this one waited
+            return _summary(done)
+        _prepare(partial, config, inputs)
+        done = read_done(partial, config, inputs)
+        if not done:
+            with _to_log(partial / "log.txt"):
+                done = finish_run(executor, partial, inputs)
+        shutil.rmtree(partial / WORK, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
+    return _summary(done)
+
+
+def _prepare(partial: Path, config: RunConfig, inputs: str) -> None:
+    """Keep a partial folder that this run can go on from, empty one that is out of date, refuse a foreign one."""
+    started = partial / WORK / "started.json"
+    if (partial / "config.json").exists():
+        there, here = load_config(partial), config
+        if there != here:
+            name = next(f.name for f in dataclasses.fields(here) if getattr(there, f.name) != getattr(here, f.name))
+            raise ValueError(
+                f"{partial} belongs to another run: {name} is {getattr(there, name)!r} there and "
+                f"{getattr(here, name)!r} here; move it away or delete it"
+            )
+        since = json.loads(started.read_text(encoding="utf-8")) if started.exists() else {}
+        if (
+            since.get("inputs") == inputs
+            and since["started_at"] >= _fresh_since()
+            or read_done(partial, config, inputs)
+        ):
+            return
+    started.unlink(missing_ok=True)  # first: a folder that is half deleted is never gone on with
+    shutil.rmtree(partial, ignore_errors=True)
+    write_text_atomic(partial / "config.json", json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+    write_text_atomic(started, json.dumps({"inputs": inputs, "started_at": time.time()}) + "\n")
 
 
 def load_config(folder: Path) -> RunConfig:
@@ -461,24 +570,33 @@ def load_config(folder: Path) -> RunConfig:
     return RunConfig().replace(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
 
-def finish_run(executor: str, folder: Path, inputs: str) -> str:
-    """Do the run that a folder's config.json describes and write done.json last.
+def finish_run(executor: str, folder: Path, inputs: str) -> dict[str, Any]:
+    """Do the run that a folder's config.json describes, in place, and write done.json last.
 
     Args:
         executor: `module:function`. folder: with a config.json. inputs: hash of modules and data.
 
     Returns:
-        One line about the run.
+        What done.json holds: hashes, `seconds` of the process that finished it, the sha256 of every file, and
+        the executor's facts.
     """
     config = load_config(folder)
     module, name = executor.split(":")
     start = time.time()
     facts = getattr(importlib.import_module(module), name)(config, folder)
-    seconds = round(time.time() - start, 1)
-    row = {"config_hash": config.hash(), "inputs_hash": inputs, "seconds": seconds, "finished_at": time.time(), **facts}
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in UNCHECKED)
+    sums = {p.relative_to(folder).as_posix(): _sha256(p) for p in files if p.relative_to(folder).parts[0] != WORK}
+    row = {"config_hash": config.hash(), "inputs_hash": inputs, "seconds": round(time.time() - start, 1)}
+    row |= {"finished_at": time.time(), "files": sums, **facts}
     write_text_atomic(folder / "done.json", json.dumps(row, indent=1) + "\n")
-    shown = ", ".join(f"{k} {v:.3f}" for k, v in facts.items() if isinstance(v, float))
-    return f"{shown}, {seconds:.0f} s" if shown else f"{seconds:.0f} s"
+    return row
+
+
+def _summary(done: Mapping[str, Any]) -> str:
+    """One line about a run, and one for each alarm of its collapse guard."""
+    facts = ", ".join(f"{k} {v:.3f}" for k, v in done.items() if k.startswith("pass@1"))
+    line = f"{facts}, {done['seconds']:.0f} s" if facts else f"{done['seconds']:.0f} s"
+    return "\n".join([line, *(f"  WARNING: {text}" for text in done.get("alarms", []))])
 
 
 # ---------------------------------------------------------------------------------------- command line
@@ -495,7 +613,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--fresh", action="store_true", help="do finished notebooks and their runs again")
     p = commands.add_parser("html", help="export the executed notebooks as HTML pages")
     p.add_argument("--profile", default="pocket", choices=list(PROFILES))
-    p = commands.add_parser("run", help="do one run in place: a folder with a config.json")
+    p = commands.add_parser("run", help="do one run in place, or go on with it: a folder with a config.json")
     p.add_argument("folder", type=Path)
     p = commands.add_parser("worker", help="used by run_many")
     p.add_argument("executor")
@@ -504,7 +622,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work(a.executor)
         return 0
     if a.command == "run":
-        print(finish_run(EXECUTOR, a.folder, inputs_hash(load_config(a.folder))))
+        with FileLock(_lock_file(a.folder)):
+            done = finish_run(EXECUTOR, a.folder, inputs_hash(load_config(a.folder)))
+            shutil.rmtree(a.folder / WORK, ignore_errors=True)
+        print(_summary(done))
         return 0
     from rapo_lib import driver
 

@@ -1,17 +1,24 @@
 """A whole run on the pocket data: its files, its repeatability, its evaluation."""
 
+import dataclasses
 import doctest
 import json
+import shutil
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
 from conftest import make_model
+from safetensors.torch import load_file
 
 from rapo_lib import evaluate as evaluation
+from rapo_lib import execution
 from rapo_lib.config import DATA, RunConfig
 from rapo_lib.evaluate import call_results, evaluation_row, pass_at_k, summarise, summarise_skills
 from rapo_lib.execution import execute_run, load_trajectories, make_retriever
+from rapo_lib.faults import run_digest
+from rapo_lib.guard import Alarm
 from rapo_lib.methods import get_method
 from rapo_lib.policy import load_adapter, load_policy
 from rapo_lib.runs import EXECUTOR, Run, finish_run
@@ -39,8 +46,8 @@ def policy():
 def test_a_run_leaves_its_files_and_is_repeatable(tmp_path):
     config = TINY.replace(method="rapo")
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        execute_run(config, tmp_path / name)
+        save_config(config, tmp_path / name)
+        finish_run(EXECUTOR, tmp_path / name, "hash")
     one, two = Run("rapo", config, tmp_path / "a"), Run("rapo", config, tmp_path / "b")
     pd.testing.assert_frame_equal(one.table("metrics").drop(columns=CLOCK), two.table("metrics").drop(columns=CLOCK))
     pd.testing.assert_frame_equal(one.table("final"), two.table("final"))
@@ -62,31 +69,117 @@ def test_a_run_leaves_its_files_and_is_repeatable(tmp_path):
         r = row["rollout"]
         assert len(row["logps_after"]) == len(r.completion_ids) and r.reward is not None
     assert len({r["rollout"].question_id for r in kept[:4]}) == 1
-    assert not (tmp_path / "a" / "work").exists()
+    for path in tmp_path.glob("*/work"):
+        shutil.rmtree(path)
+    assert run_digest(tmp_path / "a") == run_digest(tmp_path / "b") != {}
     load_adapter(load_policy(config.student), tmp_path / "a" / "adapter")
+    load_adapter(load_policy(config.student), tmp_path / "a" / "best")
+    done = json.loads((tmp_path / "a" / "done.json").read_text(encoding="utf-8"))
+    assert done["best"]["rl_step"] == 2 and done["resumed_at"] == [] and done["alarms"] == []
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft"])
 def test_other_methods_run_from_a_folder(tmp_path, method):
-    (tmp_path / "config.json").write_text(json.dumps({"method": method, **_overrides()}), encoding="utf-8")
-    line = finish_run(EXECUTOR, tmp_path, "hash")
+    save_config(TINY.replace(method=method), tmp_path)
+    row = finish_run(EXECUTOR, tmp_path, "hash")
     done = json.loads((tmp_path / "done.json").read_text(encoding="utf-8"))
-    assert "pass@1" in line and 0 <= done["pass@1"] <= 1 and done["inputs_hash"] == "hash"
+    assert row == done and 0 <= done["pass@1"] <= 1 and done["inputs_hash"] == "hash"
     assert len(pd.read_parquet(tmp_path / "metrics.parquet")) >= 2
 
 
-def _overrides() -> dict:
-    names = (
-        "rl_steps",
-        "questions_per_step",
-        "group_size",
-        "n_hybrid",
-        "eval_every",
-        "n_eval",
-        "n_final",
-        "sft_epochs",
-    )
-    return {name: getattr(TINY, name) for name in names}
+def save_config(config: RunConfig, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config)), encoding="utf-8")
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the code under test catches it."""
+
+
+def stopped_run(monkeypatch, config: RunConfig, folder: Path, name: str, number: int) -> None:
+    """Do a run until the n-th call of a name in rapo_lib.execution."""
+    real, calls = getattr(execution, name), []
+
+    def call(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == number:
+            raise Killed
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(execution, name, call)
+        with pytest.raises(Killed):
+            execute_run(config, folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "number", "after"),
+    [
+        ("rapo", "score_rollouts", 2, 1),  # in the second RL step, before its checkpoint
+        ("rapo", "evaluate", 4, 2),  # between the two test evaluations, when the training is over
+        ("grpo", "evaluate", 2, 1),
+        ("sft", "evaluate", 2, 15),
+        ("sft", "save_adapter", 1, 15),
+    ],
+)
+def test_a_run_that_is_taken_up_again_ends_as_the_unbroken_one(tmp_path, monkeypatch, method, name, number, after):
+    config = TINY.replace(method=method, sft_epochs=0.22)
+    monkeypatch.setattr(execution, "SFT_EVERY", 7)
+    for folder in ("whole", "broken"):
+        (tmp_path / folder).mkdir()
+    whole = execute_run(config, tmp_path / "whole")
+    stopped_run(monkeypatch, config, tmp_path / "broken", name, number)
+    assert (tmp_path / "broken" / "work").exists()
+    facts = execute_run(config, tmp_path / "broken")
+    assert facts["resumed_at"] == [after] and whole["resumed_at"] == []
+    clock = {"train_sec": 0, "resumed_at": []}
+    assert facts | clock == whole | clock and facts["train_sec"] > 0
+    for path in tmp_path.glob("*/work"):
+        shutil.rmtree(path)
+    assert run_digest(tmp_path / "broken") == run_digest(tmp_path / "whole") != {}
+    metrics = pd.read_parquet(tmp_path / "broken" / "metrics.parquet")
+    step = "update" if method == "sft" else "rl_step"
+    assert list(metrics[step]) == list(range(1, len(metrics) + 1))
+
+
+def test_rollouts_that_changed_under_an_interrupted_run_are_named(tmp_path, monkeypatch):
+    config = TINY.replace(method="rapo")
+    stopped_run(monkeypatch, config, tmp_path, "evaluate", 3)
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(path.read_text(encoding="utf-8").replace('"rl_step":1', '"rl_step":3', 1), encoding="utf-8")
+    with pytest.raises(ValueError, match="rollouts.jsonl: sha256 of its first .* the checkpoint checkpoint-4 expects"):
+        execute_run(config, tmp_path)
+
+
+def test_a_folder_with_another_runs_checkpoint_is_refused(tmp_path, monkeypatch):
+    config = TINY.replace(method="grpo")
+    stopped_run(monkeypatch, config, tmp_path, "evaluate", 2)
+    with pytest.raises(ValueError, match="belongs to another run: learning_rate is 0.002 there and 0.001 here"):
+        execute_run(config.replace(learning_rate=1e-3), tmp_path)
+
+
+def test_a_run_that_collapses_says_so_and_keeps_its_best_adapter(tmp_path, monkeypatch):
+    """Validation .5 after step 1 and .25 after step 2: the adapter of step 1 is kept, and the alarm is told."""
+    rates = iter([0.0, 0.5, 0.25])
+
+    class Guard:
+        def update(self, row):
+            return Alarm(2, "reward", "the reward fell") if row["rl_step"] == 2 else None
+
+    def evaluate(self, step):
+        self.evals.append({"pass@1": next(rates)})
+        return self.evals[-1]["pass@1"]
+
+    monkeypatch.setattr(execution, "CollapseGuard", Guard)
+    monkeypatch.setattr(execution.Recorder, "evaluate", evaluate)
+    facts = execute_run(TINY.replace(method="rapo", eval_every=1), tmp_path)
+    assert facts["best"] == {"rl_step": 1, "pass@1": 0.5} and facts["alarms"] == ["the reward fell"]
+    base = load_policy(TINY.student)
+    weights = {}
+    for name in ("best", "adapter"):
+        weights[name] = load_file(tmp_path / name / "adapter_model.safetensors")
+    assert any(not weights["best"][k].equal(v) for k, v in weights["adapter"].items())
+    load_adapter(base, tmp_path / "best")
 
 
 def test_the_buffer_is_built_from_what_the_configuration_names(policy):

@@ -3,6 +3,7 @@
 import doctest
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pandas as pd
 import pytest
 from filelock import FileLock
 
-from rapo_lib import driver, runs
+from rapo_lib import driver, faults, runs
 from rapo_lib.config import RunConfig, load_profile
 from rapo_lib.driver import NotebookFailed, execute_notebook, plain_parameter, run_notebooks
 from rapo_lib.runs import RunFailed, hash_files, inputs_hash, load_table, plan_runs, run_many, source_text
@@ -35,6 +36,17 @@ TOY = """
             os._exit(9)
         while config.method == "hang":
             time.sleep(0.05)
+        work = folder / "work" / "step"
+        if config.method == "half" and not work.exists():
+            work.write_text("1", encoding="utf-8")
+            while True:
+                time.sleep(0.05)
+        if config.method == "slow":
+            while not os.path.exists(os.environ["TOY_LOG"] + ".go"):
+                time.sleep(0.05)
+        if config.method == "full":
+            with open("/dev/full", "w", encoding="utf-8") as f:
+                f.write("x" * 100_000)
         pd.DataFrame({"rl_step": [1, 2], "reward": [0.0, float(config.seed)]}).to_parquet(folder / "metrics.parquet")
         return {"pass@1": 0.5, "threads": os.environ["OMP_NUM_THREADS"]}
 """
@@ -181,6 +193,145 @@ def test_an_interrupted_batch_goes_on(toy, tmp_path):
     lock = FileLock(toy.folder / ".lock")
     lock.acquire(timeout=0)  # nobody holds it any more
     lock.release()
+
+
+def test_what_is_half_done_is_gone_on_with(toy, tmp_path, monkeypatch):
+    """Ctrl-C in the middle: the worker ends, its folder stays, and the next call goes on in it."""
+    code = (
+        "from rapo_lib import runs; from rapo_lib.config import RunConfig as C\n"
+        "runs.inputs_hash = lambda config: 'fixed'\n"
+        "runs.run_many([C(method='half')], profile='smoke', experiment='main', executor='toy:run')"
+    )
+    partial = toy.folder / "main" / "half" / f".seed0-{RunConfig(method='half').hash()}.partial"
+    parent = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, encoding="utf-8")
+    _until(lambda: (partial / "work" / "step").exists())
+    parent.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in parent.communicate()[1]
+    _until(lambda: not _alive(int(toy.log()[0].split()[0])))
+    assert (partial / "work" / "step").exists() and not list(toy.folder.glob("main/half/seed*"))
+
+    (run,) = toy([RunConfig(method="half")])
+    assert len(toy.log()) == 2 and run.done and not partial.exists() and not (run.folder / "work").exists()
+
+
+def half_done(toy, config: RunConfig, inputs: str = "fixed") -> Path:
+    """A partial folder as an interrupted run leaves it, with a step of work in it."""
+    (place,) = plan_runs([config], toy.folder / "main")
+    runs._prepare(runs._partial(place.folder), config, inputs)
+    step = runs._partial(place.folder) / "work" / "step"
+    step.write_text("1", encoding="utf-8")
+    return step
+
+
+def test_half_done_work_of_other_code_or_an_earlier_fresh_call_is_not_gone_on_with(toy, monkeypatch):
+    config = RunConfig(method="grpo")
+    step = half_done(toy, config)
+    runs._prepare(step.parent.parent, config, "fixed")
+    assert step.exists()
+    runs._prepare(step.parent.parent, config, "changed")
+    assert not step.exists() and (step.parent / "started.json").exists()
+    step = half_done(toy, config, "changed")
+    monkeypatch.setenv("RAPO_FRESH_SINCE", str(time.time()))
+    runs._prepare(step.parent.parent, config, "changed")
+    assert not step.exists()
+    step = half_done(toy, config, "changed")
+    runs._prepare(step.parent.parent, config, "changed")
+    assert step.exists()  # what the fresh call itself began
+    (step.parent / "started.json").unlink()  # the mark goes first when a folder is deleted
+    runs._prepare(step.parent.parent, config, "changed")
+    assert not step.exists()
+
+
+def test_a_folder_of_another_configuration_is_refused_and_kept(toy):
+    step = half_done(toy, RunConfig(method="grpo"))
+    path = step.parent.parent / "config.json"
+    path.write_text(path.read_text(encoding="utf-8").replace('"seed": 0', '"seed": 7'), encoding="utf-8")
+    with pytest.raises(RunFailed, match="belongs to another run: seed is 7 there and 0 here; move it away or delete"):
+        toy([RunConfig(method="grpo")])
+    assert step.exists() and not toy.log()
+
+
+def test_a_run_that_was_done_but_not_moved_is_moved(toy):
+    """Killed after done.json was written: nothing is done again."""
+    (run,) = toy([RunConfig(method="grpo")])
+    os.replace(run.folder, runs._partial(run.folder))
+    (run,) = toy([RunConfig(method="grpo")])
+    assert run.done and len(toy.log()) == 1
+
+
+def test_two_processes_on_one_run_never_mix(toy, tmp_path):
+    """The second waits until the first has done it, and then does nothing."""
+    config = RunConfig(method="slow")
+    (place,) = plan_runs([config], toy.folder / "main")
+    code = (
+        "import sys; from pathlib import Path; from rapo_lib import runs; from rapo_lib.config import RunConfig\n"
+        "print(runs.do_run('toy:run', Path(sys.argv[1]), RunConfig(method='slow'), 'fixed'))"
+    )
+    both = [
+        subprocess.Popen([sys.executable, "-c", code, str(place.folder)], stdout=subprocess.PIPE, encoding="utf-8")
+        for _ in range(2)
+    ]
+    _until(lambda: len(toy.log()) == 1)
+    time.sleep(3)  # long enough for the other one to be there, too
+    assert len(toy.log()) == 1 and all(p.poll() is None for p in both)
+    (tmp_path / "toy.log.go").touch()
+    said = [p.communicate()[0] for p in both]
+    assert len(toy.log()) == 1 and said[0] == said[1] and "pass@1 0.500" in said[0]
+    assert runs.read_done(place.folder, config, "fixed")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_a_full_disk_is_named_and_earlier_runs_are_kept(toy):
+    (kept,) = toy([RunConfig(method="grpo")])
+    with pytest.raises(RunFailed, match="No space left on device(.|\n)*free some space, run the same command again"):
+        toy([RunConfig(method="full")])
+    assert kept.done and list(kept.table("metrics")["reward"]) == [0.0, 0.0]
+
+
+def test_a_real_run_on_a_disk_that_fills_up_goes_on_when_there_is_space(toy, tmp_path, monkeypatch):
+    """A limit on the size of files stands for the disk; the run ends as one that had space all along."""
+    (tmp_path / "tight.py").write_text(
+        "import os, resource\nfrom rapo_lib.execution import execute_run\n"
+        "def run(config, folder):\n"
+        "    if os.path.exists(os.environ['TOY_LOG']):\n"
+        "        resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.RLIM_INFINITY))\n"
+        "    return execute_run(config, folder)\n",
+        encoding="utf-8",
+    )
+    config = faults.TINY.replace(method="grpo", rl_steps=2, n_eval=2, n_final=2)
+    call = dict(profile="smoke", experiment="main", executor="tight:run", say=lambda text: None)
+    (whole,) = run_many([config], **call)
+    want = faults.run_digest(whole.folder)
+    shutil.rmtree(whole.folder)
+    (tmp_path / "toy.log").touch()
+    with pytest.raises(RunFailed, match="the disk is full"):
+        run_many([config], **call)
+    (tmp_path / "toy.log").unlink()
+    (again,) = run_many([config], **call)
+    assert faults.run_digest(again.folder) == want != {}
+
+
+def test_damaged_swapped_and_missing_files_of_a_run_are_named(toy):
+    one, two = toy([RunConfig(method="grpo", seed=s) for s in (0, 1)])
+    path = one.folder / "metrics.parquet"
+    good = path.read_bytes()
+    for bad in (good[:-1], good[:-1] + b"?", (two.folder / "metrics.parquet").read_bytes()):
+        path.write_bytes(bad)
+        with pytest.raises(ValueError, match="metrics.parquet: sha256 is .*, done.json expects .*; delete .*seed0"):
+            load_table([one, two], "metrics")
+    path.unlink()
+    with pytest.raises(ValueError, match="metrics.parquet: sha256 is missing, done.json expects"):
+        one.table("metrics")
+    with pytest.raises(ValueError, match="rollouts.jsonl: sha256 is missing, done.json expects no such file"):
+        one.rollouts()
+    path.write_bytes(good)
+    assert len(one.table("metrics")) == 2
+
+
+def test_alarms_of_a_run_are_told():
+    row = {"pass@1": 0.25, "pass@1 greedy": 0.5, "n_final": 3, "seconds": 61.2, "alarms": ["RL step 3: it fell."]}
+    assert runs._summary(row) == "pass@1 0.250, pass@1 greedy 0.500, 61 s\n  WARNING: RL step 3: it fell."
+    assert runs._summary({"seconds": 1.0}) == "1 s"
 
 
 def _alive(pid: int) -> bool:
@@ -354,6 +505,22 @@ def test_the_driver_refuses_unknown_notebooks_and_a_second_driver(batch):
     write_notebook(batch.folder / "01_one.ipynb", "x = 1", parameters="jobs = 1")
     code, ran, io = batch(only=["01"])
     assert code == 1 and "no parameter 'profile'" in io.err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full on this system")
+def test_a_full_disk_keeps_earlier_copies(batch, monkeypatch):
+    batch(only=["01"])
+    kept = (batch.out / "01_one.ipynb").read_bytes()
+
+    def full(*arguments):
+        with open("/dev/full", "w", encoding="utf-8") as f:
+            f.write("x" * 100_000)
+
+    monkeypatch.setattr(driver, "_save_copy", full)
+    code, ran, io = batch()
+    assert code == 1 and ran == ["99_report:smoke:2"]
+    assert "No space left on device" in io.err and "run the same command again" in io.err
+    assert (batch.out / "01_one.ipynb").read_bytes() == kept and not (batch.out / "99_report.ipynb").exists()
 
 
 def test_html_pages(batch, capsys):
