@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .pocket.files import POCKET, checked
-from .traces import load_jsonl
+from .traces import ACTIONS, load_jsonl
 
 REGIMES: tuple[str, ...] = ("exploration", "halfway", "easy")
 SPLITS: tuple[str, ...] = ("train", "validation", "test")
@@ -178,6 +178,33 @@ def check_name(kind: str, name: str, allowed: Sequence[str]) -> None:
     """Refuse a name that is not among the allowed ones."""
     if name not in allowed:
         raise ValueError(f"unknown {kind} {name!r}; allowed: {', '.join(allowed)}")
+
+
+def required_tools(questions: Iterable[Question]) -> tuple[str, ...]:
+    """The tools that the steps of pocket questions need, for `Toolbox.require`.
+
+    Args:
+        questions: those that do not say which skills they need ask for no tool.
+
+    Returns:
+        Names, in the order of `traces.ACTIONS`.
+
+    Raises:
+        ValueError: names a question with an unknown skill.
+
+    Example:
+        >>> required_tools([Question("a", "gap 3 of 5?", "2", info={"skills": ["compare", "search"]})])
+        ('search', 'python')
+    """
+    from .pocket.world import SKILLS  # it makes questions, and so imports this module
+
+    needed = set()
+    for question in questions:
+        for skill in question.info.get("skills", ()):
+            if skill not in SKILLS:
+                raise ValueError(f"question {question.id!r}: unknown skill {skill!r}; allowed: {', '.join(SKILLS)}")
+            needed.add(SKILLS[skill].tool)
+    return tuple(name for name in ACTIONS if name in needed)
 
 
 def check_disjoint(buffer: Iterable[str | Question], questions: Sequence[Question]) -> None:
