@@ -36,6 +36,7 @@ def code(nb) -> list:
     return [c for c in nb.cells if c.cell_type == "code"]
 
 
+@pytest.mark.case(40)
 def test_valid_with_unique_ids_and_kernel_python3(nb):
     nbformat.validate(nb)
     ids = [c.id for c in nb.cells]
@@ -44,12 +45,14 @@ def test_valid_with_unique_ids_and_kernel_python3(nb):
     assert "widgets" not in nb.metadata and "papermill" not in nb.metadata and "rapo" not in nb.metadata
 
 
+@pytest.mark.case(40)
 def test_one_parameters_cell_that_takes_the_profile(nb):
     assert "profile" in declared_parameters(nb)
     first = code(nb)[0]
     assert "parameters" in first.metadata.tags, "the parameters cell comes before other code"
 
 
+@pytest.mark.case(40)
 def test_no_outputs_and_no_counts(nb):
     for cell in code(nb):
         assert cell.outputs == [] and cell.execution_count is None
@@ -83,6 +86,7 @@ def test_no_absolute_paths(nb):
         assert not PATHS.search(cell.source), PATHS.search(cell.source)
 
 
+@pytest.mark.case(41)
 def test_prose_holds_no_result_numbers(nb):
     for cell in nb.cells:
         if cell.cell_type == "markdown" and "Check yourself" not in cell.source:  # answers are sums, not results
@@ -128,6 +132,7 @@ def test_imports_and_shown_sources_exist(nb):
                 assert callable(resolve(".".join([names[root], *rest])))
 
 
+@pytest.mark.case(41)
 @pytest.mark.parametrize(
     ("line", "is_result"),
     [

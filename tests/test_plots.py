@@ -88,6 +88,7 @@ def draw_all(sample) -> list:
     ]
 
 
+@pytest.mark.case(42)
 def test_a_figure_drawn_twice_is_byte_equal(sample):
     first, second = ([png(ax) for ax in draw_all(sample)] for _ in range(2))
     assert first == second and len(set(first)) == len(first)
@@ -141,6 +142,7 @@ def test_missing_columns_are_named():
         plots.plot_eval_bars(curves(1).iloc[:0])
 
 
+@pytest.mark.case(42)
 def test_saved_figures_hold_no_version(tmp_path):
     ax = plots.plot_learning_curves(curves(1))
     plots.save_figure(ax.figure, tmp_path / "new" / "a.png")

@@ -1,4 +1,4 @@
-"""RAPOTrainer against stock GRPOTrainer, against the oracle `rapo_loss`, and its runs (case numbers: known faults)."""
+"""RAPOTrainer against stock GRPOTrainer, against the oracle `rapo_loss`, and its runs."""
 
 import json
 import math
@@ -101,8 +101,9 @@ def no_signal_in_step_2(rollout, rl_step):
     return rollout
 
 
+@pytest.mark.case(17)
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_case17_without_retrieval_the_gradients_are_those_of_grpo_trainer(tmp_path, kl_coef):
+def test_without_retrieval_the_gradients_are_those_of_grpo_trainer(tmp_path, kl_coef):
     config = w.small_config(rl_steps=3, kl_coef=kl_coef)
     ours = train(tmp_path / "a", config=config, sampler=w.Canned(edit=no_signal_in_step_2))
     stock, weights = stock_gradients(tmp_path / "b", config, w.Canned(edit=no_signal_in_step_2))
@@ -134,6 +135,7 @@ def grads_of(trainer, loss):
     return {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.case(2, 8)
 def test_contract_scoring_override_equals_stock_on_the_same_batch(live):
     trainer, batch = live
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
@@ -166,6 +168,7 @@ def test_contract_loss_override_equals_stock_on_the_same_batch(live):
     assert_same(grads_of(trainer, ours), grads_of(trainer, stock), atol=1e-6)
 
 
+@pytest.mark.case(15)
 def test_contract_prompts_come_in_groups_and_columns_travel_with_their_rows(tmp_path):
     sampler = w.Canned(noise=0.3)
     trainer, _, rows = train(tmp_path, "rapo", sampler=sampler)
@@ -209,6 +212,7 @@ def oracle_gradient(policy, rollouts, weights, first_weights, config, method):
     return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
 
 
+@pytest.mark.case(18)
 @pytest.mark.parametrize(
     "method, kl_coef",
     [
@@ -250,7 +254,8 @@ def test_each_weight_changes_the_gradient(tmp_path):
 # -------------------------------------------------------------------------------------------- the cases
 
 
-def test_case16_nan_row_is_counted_and_out_of_the_loss(tmp_path):
+@pytest.mark.case(16)
+def test_nan_row_is_counted_and_out_of_the_loss(tmp_path):
     def nan_at(place, swap):
         def edit(rollout, rl_step):
             if rollout.place == place:
@@ -270,7 +275,8 @@ def test_case16_nan_row_is_counted_and_out_of_the_loss(tmp_path):
     assert row["nan_rewards"] == 2 and math.isfinite(row["reward"])
 
 
-def test_case17_no_signal_leaves_our_metric_absent_and_a_zero_gradient(tmp_path):
+@pytest.mark.case(17)
+def test_no_signal_leaves_our_metric_absent_and_a_zero_gradient(tmp_path):
     def equal(rollout, rl_step):
         rollout.reward = 0.0
         return rollout
@@ -298,7 +304,8 @@ class Ratios(t.RAPOTrainer):
         return loss
 
 
-def test_case20_ratio_is_one_before_the_first_update_and_not_after_it(tmp_path):
+@pytest.mark.case(20)
+def test_ratio_is_one_before_the_first_update_and_not_after_it(tmp_path):
     policy, config = w.make_policy(), w.small_config(rl_steps=1, learning_rate=0.02)
     trainer = Ratios(
         policy, w.QUESTIONS, w.FakeToolbox(), None, config, METHODS["grpo"], tmp_path, reward=w.coin_reward
@@ -311,7 +318,8 @@ def test_case20_ratio_is_one_before_the_first_update_and_not_after_it(tmp_path):
     assert (second - 1).abs().max() > 1e-2
 
 
-def test_case20_dropout_is_refused(tmp_path):
+@pytest.mark.case(20)
+def test_dropout_is_refused(tmp_path):
     policy = w.make_policy()
     base = w.make_model(w.TOKENIZER)
     policy.model = get_peft_model(base, LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear"))
@@ -319,8 +327,9 @@ def test_case20_dropout_is_refused(tmp_path):
         w.make_trainer(policy, w.small_config(), "grpo", tmp_path)
 
 
+@pytest.mark.case(21)
 @pytest.mark.parametrize("method", ["rapo", "rapo_released"])
-def test_case21_one_batch_of_8_and_4_micro_batches_of_2_give_the_same_gradient(tmp_path, method):
+def test_one_batch_of_8_and_4_micro_batches_of_2_give_the_same_gradient(tmp_path, method):
     config = w.small_config(rl_steps=2, updates_per_step=1)
     whole = train(tmp_path / "a", method, config, w.Canned(noise=0.3))[1]
     parts = train(tmp_path / "b", method, config, w.Canned(noise=0.3), micro_batch=2)[1]
@@ -329,7 +338,8 @@ def test_case21_one_batch_of_8_and_4_micro_batches_of_2_give_the_same_gradient(t
         assert_same(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_case24_exactly_n_hybrid_rollouts_of_a_group_may_retrieve(tmp_path):
+@pytest.mark.case(24)
+def test_exactly_n_hybrid_rollouts_of_a_group_may_retrieve(tmp_path):
     config = w.small_config(group_size=8, n_hybrid=4, rl_steps=1)
     for method, hybrid in (("rapo", [False] * 4 + [True] * 4), ("grpo", [False] * 8)):
         sampler = w.Canned(noise=0.1)
@@ -337,7 +347,8 @@ def test_case24_exactly_n_hybrid_rollouts_of_a_group_may_retrieve(tmp_path):
         assert [q.hybrid for q in sampler.requests[0]] == hybrid * 2
 
 
-def test_case33_adapter_round_trip_in_a_new_process(tmp_path):
+@pytest.mark.case(33)
+def test_adapter_round_trip_in_a_new_process(tmp_path):
     base = w.make_model(w.TOKENIZER)
     base.save_pretrained(tmp_path / "base")
     w.TOKENIZER.save_pretrained(tmp_path / "base")
@@ -369,7 +380,8 @@ def state_of(trainer):
     return steps, moments, w.adapter(trainer.policy), trainer.lr_scheduler.get_last_lr()
 
 
-def test_case34_resume_is_exact_and_a_half_written_checkpoint_is_ignored(tmp_path):
+@pytest.mark.case(34)
+def test_resume_is_exact_and_a_half_written_checkpoint_is_ignored(tmp_path):
     config = w.small_config(rl_steps=4)
     whole, _, rows = train(tmp_path / "whole", config=config, checkpoint_every=2)
     assert t.latest_checkpoint(tmp_path / "whole").name == "checkpoint-8"
@@ -403,14 +415,16 @@ def test_case34_resume_is_exact_and_a_half_written_checkpoint_is_ignored(tmp_pat
     assert any(not moved[n].equal(p) for n, p in w.make_policy().model.state_dict().items())
 
 
-def test_case34_no_checkpoint_means_a_fresh_start(tmp_path):
+@pytest.mark.case(34)
+def test_no_checkpoint_means_a_fresh_start(tmp_path):
     assert t.latest_checkpoint(tmp_path) is None
     trainer = w.make_trainer(w.make_policy(), w.small_config(rl_steps=1), "grpo", tmp_path, w.Canned())
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 2
 
 
-def test_case35_noise_in_the_seed_alone_changes_a_run(tmp_path):
+@pytest.mark.case(35)
+def test_noise_in_the_seed_alone_changes_a_run(tmp_path):
     runs = {name: train(tmp_path / name, config=w.small_config(seed=s)) for name, s in (("a", 0), ("b", 0), ("c", 1))}
     ids = {k: [r.completion_ids for _, rollouts in run[2] for r in rollouts] for k, run in runs.items()}
     assert ids["a"] == ids["b"] != ids["c"]
@@ -466,6 +480,7 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path):
         build("rapo", w.FakeRetriever(), n_hybrid=5)
 
 
+@pytest.mark.case(16, 22, 36)
 def test_rollout_metrics_by_hand():
     own, tool = t.Rollout.from_dict, {"tool": "search", "query": "x"}
 
@@ -516,6 +531,7 @@ def test_metric_names_of_a_row(tmp_path):
 # -------------------------------------------------------------------------------------------------- SFT
 
 
+@pytest.mark.case(2)
 def test_sft_learns_the_teachers_ids_and_nothing_else(tmp_path):
     policy, sampler = w.make_policy(), w.Canned()
     teacher = [sampler.rollout(policy, q, i, 1, False) for q in w.QUESTIONS for i in range(4)]
