@@ -94,6 +94,23 @@ def test_nan_reward_is_left_out_and_the_others_stay_finite():
 
 
 @pytest.mark.case(16)
+@pytest.mark.parametrize("broken", [NAN, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_takes_no_signal_from_its_group(broken):
+    want = o.group_normalise(torch.tensor([1.0, 0.0, 0.0]), ["q"] * 3)
+    got = o.group_normalise(torch.tensor([1.0, broken, 0.0, 0.0]), ["q"] * 4)
+    close(got, [want[0], 0.0, want[1], want[2]], 1e-7)
+    assert got[0] > 1 and o.groups_without_signal(torch.tensor([1.0, broken]), ["q", "q"]) == 1.0
+
+
+@pytest.mark.case(2, 17)
+def test_the_gradient_is_zero_exactly_where_the_mask_is(mask=(1.0, 1.0, 0.0, 0.0, 1.0)):
+    logps = torch.tensor([[-0.1, -0.7, -0.2, -1.1, -0.4]], requires_grad=True)
+    loss = o.rapo_loss(logps, logps.detach(), torch.tensor([mask]), torch.ones(1), torch.ones(1))
+    (grad,) = torch.autograd.grad(loss, logps)
+    assert (grad != 0).tolist() == [[True, True, False, False, True]]
+
+
+@pytest.mark.case(16)
 def test_group_of_one_and_equal_values_give_exactly_zero():
     assert o.group_normalise(torch.tensor([3.0, 1.0]), ["a", "b"]).tolist() == [0.0, 0.0]
     # The mean of three .1 is not .1 in floating point: without care the result is small but not 0.
