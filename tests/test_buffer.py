@@ -157,7 +157,7 @@ def test_several_teachers_share_a_buffer(tmp_path):
     buffer = B.StepTraceBuffer.build(parts[0] + parts[1])
     assert [t.teacher for t in buffer.traces] == ["strong"] * 3 + ["weak"] * 3
     buffer.save(tmp_path)
-    assert json.loads((tmp_path / "buffer.json").read_text())["teachers"] == {"strong": 3, "weak": 3}
+    assert json.loads((tmp_path / "buffer.json").read_text(encoding="utf-8"))["teachers"] == {"strong": 3, "weak": 3}
     assert len(B.Retriever(buffer, unit="trajectory")._ends) == 2
     with pytest.raises(ValueError, match="unknown, e.g. 'q1'"):
         B.make_traces([rollout()], [], PROTOCOL)
@@ -238,6 +238,19 @@ def test_long_histories_keep_question_and_tail():
 
 
 @pytest.mark.case(31)
+def test_histories_that_differ_in_their_last_sentence_alone_embed_differently():
+    words = " ".join(f"word{'abcdefghij'[i % 10]}{'klmnopqrst'[i // 10 % 10]}" for i in range(597))
+    a, b = (f"Who owns it?\n<think> {words} the last is {name}" for name in ("Kavelo", "Lumiro"))
+    assert a.split()[:600] == b.split()[:600]
+    encoder = B.TfidfEncoder()
+    encoder.fit([a, b])
+    x, y = encoder.encode([a, b])
+    assert x @ y < 0.9999 and encoder.is_cut(a) and not encoder.is_cut("short")
+    buffer = B.StepTraceBuffer.build([trace(a), trace(b)], encoder)
+    assert [h[0].trace_id for h in buffer.search([a, b], 1)] == [0, 1] and buffer.cut_keys_frac == 1.0
+
+
+@pytest.mark.case(31)
 def test_a_long_question_takes_at_most_half():
     assert B.keep_question_and_tail(list(range(100)), 90, 10) == [0, 1, 2, 3, 4, 95, 96, 97, 98, 99]
     assert B.keep_question_and_tail([1, 2], 1, 10) == [1, 2]
@@ -262,6 +275,14 @@ def test_minilm_where_installed():
 
 
 # ------------------------------------------------------------------------------------------------- search
+
+
+@pytest.mark.case(27)
+def test_cosine_and_raw_product_rank_differently():
+    rows = {"A": (0.1, 0.0), "B": (0.5, 0.5), "query": (1.0, 0.0)}
+    buffer = B.StepTraceBuffer.build([trace("B"), trace("A")], Table(rows))
+    (hits,) = buffer.search(["query"], 2)
+    assert [(buffer.traces[h.trace_id].key, h.score) for h in hits] == [("A", 1.0), ("B", 0.70711)]
 
 
 @pytest.mark.case(27)
@@ -391,7 +412,7 @@ def test_an_empty_buffer_can_be_saved(tmp_path):
 def test_a_line_removed_names_both_sides(tmp_path):
     B.StepTraceBuffer.build(many(20)).save(tmp_path)
     path = tmp_path / "traces.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
     with pytest.raises(ValueError, match=r"traces.jsonl has sha256 .* \(19 lines, 20 expected\), buffer.json says"):
         B.StepTraceBuffer.load(tmp_path)
 
@@ -400,14 +421,14 @@ def test_a_line_removed_names_both_sides(tmp_path):
 def test_files_of_two_buffers_name_all_sides(tmp_path):
     B.StepTraceBuffer.build(many(20)).save(tmp_path / "a")
     B.StepTraceBuffer.build(many(19)).save(tmp_path / "b")
-    sidecar = json.loads((tmp_path / "a/buffer.json").read_text())
-    other = json.loads((tmp_path / "b/buffer.json").read_text())
+    sidecar = json.loads((tmp_path / "a/buffer.json").read_text(encoding="utf-8"))
+    other = json.loads((tmp_path / "b/buffer.json").read_text(encoding="utf-8"))
     (tmp_path / "a/traces.jsonl").write_bytes((tmp_path / "b/traces.jsonl").read_bytes())
     sidecar["sha256"]["traces.jsonl"] = other["sha256"]["traces.jsonl"]
-    (tmp_path / "a/buffer.json").write_text(json.dumps(sidecar))
+    (tmp_path / "a/buffer.json").write_text(json.dumps(sidecar), encoding="utf-8")
     with pytest.raises(ValueError, match="traces.jsonl has 19 traces, buffer.json says 20"):
         B.StepTraceBuffer.load(tmp_path / "a")
-    (tmp_path / "a/buffer.json").write_text(json.dumps(sidecar | {"n_traces": 19}))
+    (tmp_path / "a/buffer.json").write_text(json.dumps(sidecar | {"n_traces": 19}), encoding="utf-8")
     with pytest.raises(ValueError, match="traces.jsonl has 19 different keys, index.faiss holds 20"):
         B.StepTraceBuffer.load(tmp_path / "a")
 
@@ -423,6 +444,21 @@ def test_another_encoder_names_both_sides(tmp_path):
     fitted.fit(["other words"])
     with pytest.raises(ValueError, match=r"of state \w+, opened with .* of state \w+"):
         B.StepTraceBuffer.load(tmp_path, fitted)
+
+
+@pytest.mark.case(29)
+def test_another_pooling_names_both_sides(tmp_path):
+    class Pooled(Table):
+        def __init__(self, pooling):
+            super().__init__({"A": (1, 0)})
+            self.settings = {"pooling": pooling}
+
+        settings = {}
+
+    B.StepTraceBuffer.build([trace("A")], Pooled("mean")).save(tmp_path)
+    with pytest.raises(ValueError, match=r"built with table\(pooling=mean\), opened with table\(pooling=last\)"):
+        B.StepTraceBuffer.load(tmp_path, Pooled("last"))
+    assert len(B.StepTraceBuffer.load(tmp_path, Pooled("mean"))) == 1
 
 
 @pytest.mark.case(29)
@@ -446,7 +482,7 @@ def test_settings_that_json_changes_still_fit(tmp_path):
 @pytest.mark.case(29)
 @pytest.mark.parametrize("content, message", [("{", "not JSON"), ("{}", "format None"), ("[]", "format None")])
 def test_a_damaged_sidecar_is_named(tmp_path, content, message):
-    (tmp_path / "buffer.json").write_text(content)
+    (tmp_path / "buffer.json").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=f"buffer.json: {message}.*build the buffer again"):
         B.StepTraceBuffer.load(tmp_path)
 
@@ -510,7 +546,7 @@ def test_import_names_bad_lines(tmp_path):
     a, b = B.import_traces_jsonl(path)
     assert a.value == good["value"] and a.question_id.startswith("import-") and a.reward == 1.0
     assert (b.question_id, b.teacher, b.step, b.reward) == ("q7", "t", 2, 0.5)
-    path.write_text('{"key": "x", "value": "y", "reward": 1}\nnot json\n')
+    path.write_text('{"key": "x", "value": "y", "reward": 1}\nnot json\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2: not JSON"):
         B.import_traces_jsonl(path)
 

@@ -24,7 +24,7 @@ def run(folder: Path, n_processes: int) -> list[dict]:
     )
     env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
     command = [sys.executable, *launcher, str(HERE / "trainer_world.py"), str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(n_processes)]
 

@@ -153,18 +153,3 @@ def test_the_heuristic_for_typed_results(line, is_result):
 )
 def test_the_pattern_for_absolute_paths(text, bad):
     assert bool(PATHS.search(text)) == bad
-
-
-def test_the_library_opens_no_file_without_an_encoding():
-    """Case 44: under a locale other than UTF-8 the same bytes are written and read."""
-    for path in ROOT.glob("rapo_lib/**/*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and _opens_text(node):
-                assert any(k.arg in ("encoding", None) for k in node.keywords), f"{path.name}, line {node.lineno}"
-
-
-def _opens_text(call: ast.Call) -> bool:
-    if isinstance(call.func, ast.Attribute):
-        return call.func.attr in ("read_text", "write_text")
-    mode = [a.value for a in call.args[1:2] if isinstance(a, ast.Constant)] or ["r"]
-    return isinstance(call.func, ast.Name) and call.func.id == "open" and "b" not in mode[0]

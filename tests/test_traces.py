@@ -1,6 +1,5 @@
 """The data words: what is derived from segments, the tag protocol, neutral texts, files."""
 
-import ast
 import os
 import re
 import subprocess
@@ -292,31 +291,6 @@ assert [r["key"] for r in load_jsonl(sys.argv[1])] == [text]
     command = [sys.executable, *flags, "-c", script, str(tmp_path / "x.jsonl")]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, encoding="utf-8", timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.case(44)
-def test_every_open_names_its_encoding():
-    bare = []
-    for path in (ROOT / "rapo_lib").rglob("*.py"):
-        calls = filter(_bare_open, ast.walk(ast.parse(path.read_text("utf-8"))))
-        bare += [f"{path.relative_to(ROOT)}:{c.lineno}" for c in calls]
-    assert bare == []
-
-
-def _bare_open(node):
-    if not isinstance(node, ast.Call):
-        return False
-    name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-    if any(k.arg == "encoding" for k in node.keywords):
-        return False
-    if name == "read_text":
-        return not node.args
-    if name == "write_text":
-        return len(node.args) < 2
-    if name != "open" or not isinstance(node.func, ast.Name):
-        return False
-    modes = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "mode")]
-    return not any(isinstance(m, ast.Constant) and "b" in str(m.value) for m in modes)
 
 
 @pytest.mark.parametrize("line", ['{"key": "a"', "[1, 2]", ""])
