@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rapo_lib.policy import (
@@ -163,6 +164,21 @@ def test_adapter_of_another_base_model_is_refused(tmp_path, tiny_tokenizer, tiny
         load_adapter(other, tmp_path)
     with pytest.raises(ValueError, match="has no adapter to save"):
         save_adapter(other, tmp_path)
+
+
+@pytest.mark.case(33)
+@pytest.mark.parametrize("change", ["missing", "more"])
+def test_an_adapter_with_another_set_of_weights_is_refused(tmp_path, tiny_tokenizer, tiny_policy, change):
+    """PEFT alone loads what fits and leaves the rest as it was."""
+    save_adapter(trained_lora(tiny_policy), tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    weights = load_file(path)
+    name = min(weights)
+    first = weights.pop(name) if change == "missing" else weights[name].clone()
+    save_file(weights if change == "missing" else {**weights, name.replace("layers.0", "layers.7"): first}, path)
+    fresh = Policy(make_model(tiny_tokenizer), tiny_tokenizer, tiny_policy.protocol, "tiny")
+    with pytest.raises(ValueError, match=r"does not fit the model; first weight on one side only: base_model"):
+        load_adapter(fresh, tmp_path)
 
 
 def test_base_checksum_ignores_adapter_and_load_precision(tiny_tokenizer, tiny_policy):

@@ -96,6 +96,26 @@ def make_rollout(protocol, *parts, end_reason="answer"):
         (r"\text{Paris}", "Paris", True),
         ("nan", "0", False),
         ("1/0", "1", False),
+        (".5", "0.5", True),
+        ("+5", "5", True),
+        ("-0", "0", True),
+        ("(5)", "-5", False),
+        ("--5", "5", False),
+        ("1\u202f000", "1000", True),
+        ("1,000.50", "1000.5", True),
+        ("1.000,5", "1000.5", False),
+        ("1,00,000", "100000", False),
+        ("3.14", "3,14", False),
+        ("\u0663", "3", True),
+        ("1.5\u00d710^{-3}", "0.0015", True),
+        (r"-\frac{1}{2}", "-0.5", True),
+        (r"-\frac{1}{2}", "0.5", False),
+        ("-2 2/3", "-8/3", True),
+        ("-2 2/3", "-4/3", False),
+        (r"10\,000", "10000", True),
+        ("5 kg", "5", False),
+        ("3:2", "3/2", False),
+        ("1-2", "-1", False),
     ],
 )
 def test_answers(pred, gold, equal):
@@ -159,6 +179,14 @@ def test_a_tower_of_powers_ends_in_time_also_from_a_thread():
     ((equal, sec),) = ended
     assert equal is False and sec < 5
     assert math_equal("x^2 + 2", "2 + x^2")
+
+
+@pytest.mark.case(14)
+@pytest.mark.parametrize("bomb", [r"\sqrt[3]{9^{9^{9^{9}}}}", "(10^9)!", "2^{" + "9" * 150 + "}"])
+def test_other_endless_formulas_end_in_time(bomb):
+    assert math_equal("x^2 + 3", "3 + x^2")
+    start = time.monotonic()
+    assert answers_equal(bomb, "9") is False and time.monotonic() - start < 5
 
 
 @pytest.mark.case(14)

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import FakeQuestion, FakeToolbox, ScriptedDecoder, make_model, make_tokenizer
+from conftest import TEMPLATE, FakeQuestion, FakeToolbox, ScriptedDecoder, make_model, make_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from rapo_lib import rollout
 from rapo_lib.policy import GenericDecoder, Policy, add_lora, merged_model
@@ -82,7 +84,7 @@ def test_a_rollout_is_steps_results_and_an_answer(tiny_policy, questions, script
 def test_sampled_ids_are_never_encoded_again(policy_name, request, questions, script):
     policy = request.getfixturevalue(policy_name)
     encode, letters = policy.protocol.encode, []
-    for c in "need":
+    for c in "hotel":
         letters += encode(c)
     step = [*encode("<think>"), *letters, *encode("</think><search> x</search>")]
     assert list(encode(policy.protocol.decode(step))) != step  # the text alone would give other ids
@@ -92,6 +94,24 @@ def test_sampled_ids_are_never_encoded_again(policy_name, request, questions, sc
     whole = [*r.prompt_ids, *r.completion_ids]
     assert decoder.fed[0] == whole[: len(decoder.fed[0])] and len(decoder.fed[0]) >= len(whole) - 1
     assert r.segments[1].ids == encode("<result> X</result>")
+
+
+@pytest.mark.case(1)
+def test_eight_sampled_and_eight_inserted_ids_stay_sixteen(questions, script):
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "</", "><"]
+    core = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [("<", "/"), (">", "<")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", chat_template=TEMPLATE)
+    policy = Policy(make_model(tokenizer), tokenizer, Protocol(tokenizer), "bytes")
+    encode = policy.protocol.encode
+    action, result = encode("</search>"), encode("<result>")
+    assert (len(action), len(result), len(encode("</search><result>"))) == (8, 8, 15)  # `><` is one id of a joined text
+    script(policy, [[[*encode("<search>x"), *action], [*encode("<answer>\\boxed{1}</answer>")]]])
+    (r,) = run(policy, requests(questions[:1], 1)).rollouts
+    own, tool = r.segments[:2]
+    start = len(own.ids) - 8
+    assert r.completion_ids[start : start + 16] == [*action, *result] and tool.ids[:8] == result
 
 
 @pytest.mark.case(2)
@@ -296,6 +316,16 @@ def test_training_rollouts_offer_no_truncated_sampling(tiny_policy, questions):
             run(tiny_policy, requests(questions, 1), **option)
     with pytest.raises(ValueError, match="must be above 0"):
         run(tiny_policy, requests(questions, 1), temperature=0.0)
+
+
+@pytest.mark.case(19)
+def test_a_models_own_generation_settings_cut_no_distribution(tiny_policy, questions):
+    """Qwen's generation_config.json asks for top_k 20, top_p 0.8 and a repetition penalty."""
+    limits = SamplingLimits(12, 3, 4)
+    plain = run(tiny_policy, requests(questions, 2), limits=limits).rollouts
+    tiny_policy.model.generation_config.update(top_k=1, top_p=0.1, min_p=0.9, temperature=0.1, repetition_penalty=3.0)
+    asked = run(tiny_policy, requests(questions, 2), limits=limits).rollouts
+    assert same(plain, asked) and [r.logps for r in plain] == [r.logps for r in asked]
 
 
 @pytest.mark.case(19)
