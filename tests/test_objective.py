@@ -51,6 +51,7 @@ def test_rollout_reward_is_the_mean_and_a_last_retrieval_earns_nothing():
     assert o.rollout_retrieval_reward(Rollout("q", (1,), [policy(3, 0.6)])) == 0.0
 
 
+@pytest.mark.case(22)
 @pytest.mark.parametrize(
     "method, want",
     [
