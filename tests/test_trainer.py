@@ -188,7 +188,9 @@ def test_the_gradient_is_zero_exactly_at_inserted_tokens(live, monkeypatch):
     monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", scores)
     loss = trainer._compute_loss(trainer.model, batch | {"old_per_token_logps": logps.detach()})
     loss.backward()
-    own = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    origins = [[s.origin == "policy" for s in r.segments for _ in s.ids] for r in trainer._rollouts]
+    own = torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, origins)), batch_first=True)
+    assert (own.sum(1) < torch.tensor(list(map(len, origins)))).all()  # each row holds inserted tokens
     signal = batch["advantages"] != 0
     assert not logps.grad[~own].any() and logps.grad[own & signal[:, None]].all() and signal.any()
     # Each token of a row weighs 1 over the number of the policy's tokens: inserted ones do not dilute it.
@@ -231,6 +233,8 @@ def test_a_pad_id_that_also_ends_sequences_is_masked_as_padding_alone(tmp_path):
     assert batch["completion_ids"][:2].tolist() == [[5, 6, 2, 2, 2], [5, 6, 7, 8, 9]]
     assert batch["completion_mask"][:2].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
     assert batch["tool_mask"][0, :3].tolist() == [1, 1, 1]
+    learned = t._collate([t._sft_row(r) for r in trainer._rollouts[:2]])["labels"]  # SFT learns the real one too
+    assert learned[0][learned[0] != -100].tolist() == [5, 6, 2]
     rollouts = trainer._rollouts[:2]
     together, alone = t.score_rollouts(policy, rollouts), [t.score_rollouts(policy, [r])[0] for r in rollouts]
     assert [len(x) for x in together] == [3, 5] and all(together[0])
