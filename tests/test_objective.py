@@ -114,11 +114,11 @@ def test_the_gradient_is_zero_exactly_where_the_mask_is(mask=(1.0, 1.0, 0.0, 0.0
 @pytest.mark.case(16)
 def test_group_of_one_and_equal_values_give_exactly_zero():
     assert o.group_normalise(torch.tensor([3.0, 1.0]), ["a", "b"]).tolist() == [0.0, 0.0]
-    # The mean of three .1 is not .1 in floating point: without care the result is small but not 0.
-    equal = torch.tensor([0.1, 0.1, 0.1, 1.0, 0.0])
-    got = o.group_normalise(equal, ["a", "a", "a", "b", "b"])
-    assert got[:3].tolist() == [0.0, 0.0, 0.0]
-    assert o.groups_without_signal(equal, ["a", "a", "a", "b", "b"]) == 0.5
+    # The mean of seven .7 is not .7 in float32: without care the result is small but not 0.
+    equal, groups = torch.tensor([0.7] * 7 + [1.0, 0.0]), ["a"] * 7 + ["b"] * 2
+    assert equal[:7].sum() / 7 != equal[0]
+    assert o.group_normalise(equal, groups)[:7].tolist() == [0.0] * 7
+    assert o.groups_without_signal(equal, groups) == 0.5
 
 
 def test_group_ids_must_fit():
