@@ -170,7 +170,18 @@ def test_two_processes_make_the_same_retrievals_ids_and_losses(tmp_path):
     assert json.dumps(first) == json.dumps(second)  # as text, in which NaN equals NaN
 
 
-# ------------------------------------------------------------------------------------------- imported traces
+@pytest.mark.case(35)
+def test_the_library_draws_from_no_stream_that_everyone_shares():
+    shared = {f"random.{name}" for name in ("random", "randint", "choice", "choices", "sample", "shuffle", "seed")}
+    own = ("np.random.default_rng", "np.random.Generator", "np.random.PCG64")
+    for where, source in python_sources():
+        if where.startswith("rapo_lib/"):
+            names = {ast.unparse(c.func) for c in calls_of(source)}
+            drawn = {n for n in names if n.startswith("np.random.") and n not in own} | names & (shared | {"hash"})
+            assert not drawn, f"{where}: {drawn}; use config.child_rng"
+
+
+# ------------------------------------------------------------------------------------------------- paths
 
 
 @pytest.mark.case(32)
@@ -250,6 +261,13 @@ def test_worker_processes_start_from_a_cell_and_their_output_stays_out_of_the_no
     logs = list((tmp_path / "results").rglob("log.txt"))
     assert [len(p.read_text(encoding="utf-8").splitlines()) for p in logs] == [10_000] * 2
     assert len(list((tmp_path / "results").rglob("metrics.txt"))) == 2
+
+
+@pytest.mark.case(43)
+def test_executed_copies_hold_little_output():
+    for path in ROOT.glob("results/reference/notebooks/*.ipynb"):
+        for cell in nbformat.read(path, as_version=4).cells:
+            assert len(json.dumps(cell.get("outputs", []))) < 1_000_000, path.name
 
 
 @pytest.mark.case(43)

@@ -85,6 +85,7 @@ def draw_all(sample) -> list:
         plots.plot_entropy_around_retrieval([sample[0]]),
         plots.plot_eval_bars(table),
         plots.plot_eval_bars(table, by="family"),
+        plots.plot_idea(),
     ]
 
 
@@ -92,6 +93,7 @@ def draw_all(sample) -> list:
 def test_a_figure_drawn_twice_is_byte_equal(sample):
     first, second = ([png(ax) for ax in draw_all(sample)] for _ in range(2))
     assert first == second and len(set(first)) == len(first)
+    assert len(first) > len([name for name in vars(plots) if name.startswith("plot_")])  # none is left out
 
 
 def test_every_axis_has_a_label_and_legends_name_n(sample):

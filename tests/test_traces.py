@@ -99,6 +99,9 @@ def test_a_retrieval_without_a_later_step_neither_crashes_nor_counts():
     rollout = Rollout("q", (1,), [policy(2, 0.6), retrieval, policy(2, 0.3), Segment("tool", (3,)), retrieval])
     assert rollout.retrieval_entropies == [(0.6, 0.3)]
     assert Rollout("q", (1,), [retrieval, policy(1)]).retrieval_entropies == []
+    assert Rollout("q", (1,), [policy(2, 0.6), Segment("tool", (3,)), policy(2, 0.3)]).retrieval_entropies == []
+    two = [policy(2, 0.6), retrieval, policy(2, 0.3), Segment("tool", (3,)), policy(2, 0.2), retrieval, policy(1, 0.1)]
+    assert Rollout("q", (1,), two).retrieval_entropies == [(0.6, 0.3), (0.2, 0.1)]
     assert [s.kind for s in rollout.steps] == ["own", "retrieved", "own", "retrieved"]
 
 
