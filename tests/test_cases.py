@@ -13,9 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
+import numpy as np
 import pandas as pd
 import pytest
 from mutants import MUTANTS, N_CASES, marked_cases
+from papermill.translators import PythonTranslator
+from test_notebooks import RESULT, SOURCED
 
 from rapo_lib import driver, execution
 from rapo_lib.config import ROOT, RunConfig, load_profile
@@ -223,9 +226,6 @@ def write_notebook(path: Path, *cells: str) -> Path:
 @pytest.mark.case(39)
 def test_papermill_turns_tuples_and_numpy_integers_into_strings():
     """What our conversion is for; when papermill mends it, `plain_parameter` can go."""
-    import numpy as np
-    from papermill.translators import PythonTranslator
-
     for value in ((1, 2), np.int64(3)):
         cell = PythonTranslator.codify({"x": value}, "").splitlines()[-1]
         assert isinstance(ast.literal_eval(cell.removeprefix("x = ")), str)
@@ -373,8 +373,6 @@ def captions(source: str) -> list[str]:
 
 @pytest.mark.case(41)
 def test_figures_hold_no_typed_results():
-    from test_notebooks import RESULT
-
     assert captions("ax.set_title(f'RAPO {x:.0%} after 35 steps')") == ["RAPO {} after 35 steps"]
     assert RESULT.search(captions("ax.set_title('RAPO 49 %')")[0])
     for where, source in python_sources():
@@ -384,8 +382,6 @@ def test_figures_hold_no_typed_results():
 
 @pytest.mark.case(41)
 def test_printed_sentences_hold_no_typed_results():
-    from test_notebooks import RESULT, SOURCED
-
     for where, source in python_sources():
         if ".ipynb" not in where:
             continue
