@@ -338,6 +338,8 @@ def test_k_beyond_n_empty_index_and_no_minus_one():
     for unit in ("step", "trajectory"):
         assert B.Retriever(B.StepTraceBuffer.build([]), unit=unit, noise_prob=1.0)([ask("owner")]) == [None]
     assert B.StepTraceBuffer.build([]).search(["owner"], 3) == [[]]
+    empty = B.StepTraceBuffer.build([], Table({"owner": (1, 0)}))  # tf-idf of no key knows no word; this one does
+    assert empty.search(["owner"], 3) == [[]] and B.Retriever(empty)([ask("owner")]) == [None]
 
 
 @pytest.mark.case(28)
