@@ -133,7 +133,7 @@ def group_normalise(values: Tensor, group_ids: Sequence[Hashable] | Tensor, eps:
     Equation: `(x - mean) / (std + eps)`, std with n - 1 (arXiv 2603.03078, Eq. 9; TRL's epsilon).
 
     Args:
-        values: (B,), for instance rewards or Z_ret. NaN marks a value that could not be had.
+        values: (B,), for instance rewards or Z_ret. NaN marks a value that could not be had, and so does infinity.
         group_ids: the question of each value, B of them; rows of a group may stand anywhere.
         eps: added to the standard deviation.
 
@@ -144,7 +144,7 @@ def group_normalise(values: Tensor, group_ids: Sequence[Hashable] | Tensor, eps:
         ValueError: as many ids as values are needed.
 
     Edge cases:
-        A NaN counts neither in mean nor in std and becomes 0. A group of one value, or of equal
+        A NaN or infinite value counts neither in mean nor in std and becomes 0. A group of one value, or of equal
         values, becomes exactly 0.
 
     Example:
@@ -154,8 +154,8 @@ def group_normalise(values: Tensor, group_ids: Sequence[Hashable] | Tensor, eps:
     if len(group_ids) != len(values):
         raise ValueError(f"{len(group_ids)} group ids for {len(values)} values; each value needs the id of its group")
     group = _group_index(group_ids).to(values.device)  # (B,) numbers 0 .. n_groups - 1
-    valid = ~values.isnan()
-    x = values.nan_to_num(nan=0.0)
+    valid = values.isfinite()
+    x = values.masked_fill(~valid, 0.0)
     count = _group_sum(valid.to(x.dtype), group)  # (n_groups,)
     centred = (x - (_group_sum(x, group) / count.clamp(min=1))[group]) * valid
     std = (_group_sum(centred**2, group) / (count - 1).clamp(min=1)).sqrt()
@@ -163,7 +163,7 @@ def group_normalise(values: Tensor, group_ids: Sequence[Hashable] | Tensor, eps:
 
 
 def groups_without_signal(values: Tensor, group_ids: Sequence[Hashable] | Tensor) -> float:
-    """Share of groups whose values are all equal, so that they teach nothing (NaN left out)."""
+    """Share of groups whose values are all equal, so that they teach nothing (NaN and infinity left out)."""
     group = _group_index(group_ids).to(values.device)
     signal = torch.zeros(int(group.max()) + 1, dtype=torch.bool).to(values.device)
     signal[group[_differs(values, group)]] = True
@@ -183,8 +183,9 @@ def _group_sum(x: Tensor, group: Tensor) -> Tensor:
 def _differs(values: Tensor, group: Tensor) -> Tensor:
     """True at each row whose group holds two different values; asked exactly, since a mean is rounded."""
     start = torch.full((int(group.max()) + 1,), math.inf, dtype=values.dtype, device=values.device)
-    low = start.scatter_reduce(0, group, values.nan_to_num(nan=math.inf), "amin")
-    high = (-start).scatter_reduce(0, group, values.nan_to_num(nan=-math.inf), "amax")
+    broken = ~values.isfinite()
+    low = start.scatter_reduce(0, group, values.masked_fill(broken, math.inf), "amin")
+    high = (-start).scatter_reduce(0, group, values.masked_fill(broken, -math.inf), "amax")
     return (high > low)[group]
 
 

@@ -84,7 +84,7 @@ def _copy_run(run: Path, to: Path) -> None:
 def make_manifest(profile: str, notebooks: dict[str, str], stamps: dict[str, dict], runs: list[Path]) -> dict[str, Any]:
     """Where the results come from: commit, versions, device, seeds, seconds, the hash of each notebook's code cells."""
     commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True
     ).stdout.strip()
     seeds = sorted({json.loads((r / "config.json").read_text(encoding="utf-8"))["seed"] for r in runs})
     return {

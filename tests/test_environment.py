@@ -45,7 +45,9 @@ PROVIDED_BY = {
 def tracked_files() -> list[Path]:
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True, encoding="utf-8"
+    ).stdout
     return [ROOT / n for n in names.split("\0") if n and (ROOT / n).is_file()]
 
 
@@ -114,7 +116,12 @@ def test_no_registry_is_named_in_tracked_files():
 
 def run_all(*args: str, root: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["bash", str(root / "run_all.sh"), *args], capture_output=True, text=True, cwd="/", env={**os.environ, **env}
+        ["bash", str(root / "run_all.sh"), *args],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        cwd="/",
+        env={**os.environ, **env},
     )
 
 

@@ -43,6 +43,7 @@ def policy():
     return load_policy("data/pocket/models/student")
 
 
+@pytest.mark.case(35)
 def test_a_run_leaves_its_files_and_is_repeatable(tmp_path):
     config = TINY.replace(method="rapo")
     for name in ("a", "b"):

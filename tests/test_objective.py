@@ -1,4 +1,4 @@
-"""Eq. 5-11 against values worked out by hand (case numbers: the list of known faults)."""
+"""Eq. 5-11 against values worked out by hand."""
 
 import math
 
@@ -29,7 +29,8 @@ def close(got, want, tol=2e-4):
 # ------------------------------------------------------------------------------------- retrieval reward
 
 
-def test_case22_retrieval_reward_worked_values():
+@pytest.mark.case(22)
+def test_retrieval_reward_worked_values():
     close(o.retrieval_quality(0.6, 0.3), math.tanh(1.0), 1e-12)
     close(o.retrieval_reward(0.6, 0.3), 0.456957, 1e-6)
     assert o.retrieval_reward(0.5, 0.5).item() == 0.0
@@ -42,13 +43,15 @@ def test_retrieval_quality_is_at_most_tanh_2():
     assert o.retrieval_quality(0.01, 50.0).item() == -1.0
 
 
-def test_case22_rollout_reward_is_the_mean_and_a_last_retrieval_earns_nothing():
+@pytest.mark.case(22)
+def test_rollout_reward_is_the_mean_and_a_last_retrieval_earns_nothing():
     r = Rollout("q", (1, 2), [policy(3, 0.6), retrieval(4), policy(2, 0.3), retrieval(4), policy(2, 0.3), retrieval(4)])
     close(o.rollout_retrieval_reward(r), (0.6 * math.tanh(1.0) + 0.0) / 2, 1e-9)
     assert o.rollout_retrieval_reward(Rollout("q", (1,), [policy(3, 0.6), retrieval(4)])) == 0.0
     assert o.rollout_retrieval_reward(Rollout("q", (1,), [policy(3, 0.6)])) == 0.0
 
 
+@pytest.mark.case(22)
 @pytest.mark.parametrize(
     "method, want",
     [
@@ -76,26 +79,46 @@ def test_inverse_of_a_small_entropy_is_held():
 # ------------------------------------------------------------------------------------------- advantages
 
 
-def test_case15_groups_by_question_id_not_by_position():
+@pytest.mark.case(15)
+def test_groups_by_question_id_not_by_position():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
     close(o.group_normalise(rewards, ["a", "b", "a", "b"]), [0.7071, 0.0, -0.7071, 0.0])
     close(o.group_normalise(rewards, torch.tensor([7, 3, 7, 3])), [0.7071, 0.0, -0.7071, 0.0])
 
 
-def test_case16_nan_reward_is_left_out_and_the_others_stay_finite():
+@pytest.mark.case(16)
+def test_nan_reward_is_left_out_and_the_others_stay_finite():
     got = o.group_normalise(torch.tensor([1.0, NAN, 0.0, 0.0]), ["q"] * 4)
     std = math.sqrt(1 / 3)
     close(got, [(2 / 3) / (std + 1e-4), 0.0, (-1 / 3) / (std + 1e-4), (-1 / 3) / (std + 1e-4)], 1e-5)
     assert o.group_normalise(torch.tensor([1.0, NAN]), ["q", "q"]).tolist() == [0.0, 0.0]
 
 
-def test_case16_group_of_one_and_equal_values_give_exactly_zero():
+@pytest.mark.case(16)
+@pytest.mark.parametrize("broken", [NAN, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_takes_no_signal_from_its_group(broken):
+    want = o.group_normalise(torch.tensor([1.0, 0.0, 0.0]), ["q"] * 3)
+    got = o.group_normalise(torch.tensor([1.0, broken, 0.0, 0.0]), ["q"] * 4)
+    close(got, [want[0], 0.0, want[1], want[2]], 1e-7)
+    assert got[0] > 1 and o.groups_without_signal(torch.tensor([1.0, broken]), ["q", "q"]) == 1.0
+
+
+@pytest.mark.case(2, 17)
+def test_the_gradient_is_zero_exactly_where_the_mask_is(mask=(1.0, 1.0, 0.0, 0.0, 1.0)):
+    logps = torch.tensor([[-0.1, -0.7, -0.2, -1.1, -0.4]], requires_grad=True)
+    loss = o.rapo_loss(logps, logps.detach(), torch.tensor([mask]), torch.ones(1), torch.ones(1))
+    (grad,) = torch.autograd.grad(loss, logps)
+    assert (grad != 0).tolist() == [[True, True, False, False, True]]
+
+
+@pytest.mark.case(16)
+def test_group_of_one_and_equal_values_give_exactly_zero():
     assert o.group_normalise(torch.tensor([3.0, 1.0]), ["a", "b"]).tolist() == [0.0, 0.0]
-    # The mean of three .1 is not .1 in floating point: without care the result is small but not 0.
-    equal = torch.tensor([0.1, 0.1, 0.1, 1.0, 0.0])
-    got = o.group_normalise(equal, ["a", "a", "a", "b", "b"])
-    assert got[:3].tolist() == [0.0, 0.0, 0.0]
-    assert o.groups_without_signal(equal, ["a", "a", "a", "b", "b"]) == 0.5
+    # The mean of seven .7 is not .7 in float32: without care the result is small but not 0.
+    equal, groups = torch.tensor([0.7] * 7 + [1.0, 0.0]), ["a"] * 7 + ["b"] * 2
+    assert equal[:7].sum() / 7 != equal[0]
+    assert o.group_normalise(equal, groups)[:7].tolist() == [0.0] * 7
+    assert o.groups_without_signal(equal, groups) == 0.5
 
 
 def test_group_ids_must_fit():
@@ -103,7 +126,8 @@ def test_group_ids_must_fit():
         o.group_normalise(torch.zeros(2), ["a", "b", "c"])
 
 
-def test_case23_eq10_pushes_a_failing_rollout_down_more_for_a_good_retrieval():
+@pytest.mark.case(23)
+def test_eq10_pushes_a_failing_rollout_down_more_for_a_good_retrieval():
     a_acc = o.group_normalise(torch.tensor([0.0, 1.0]), ["q", "q"])
     a_ret = o.group_normalise(torch.tensor([0.457, 0.0]), ["q", "q"])
     close(o.rapo_advantage(a_acc, a_ret, 0.2), [-0.8071, 0.6071])
@@ -121,7 +145,8 @@ def test_negative_factor_frac():
 # ------------------------------------------------------------------------------------------------- loss
 
 
-def test_case24_retrieved_fraction_follows_truncation_into_the_shaping_factor():
+@pytest.mark.case(24)
+def test_retrieved_fraction_follows_truncation_into_the_shaping_factor():
     r = Rollout("q", (1,), [policy(40, 0.1), retrieval(30)])
     frac = r.truncated(50).retrieved_frac
     assert frac == 0.2
@@ -165,7 +190,8 @@ def test_kl_term():
     close(o.rapo_loss(*args, ref_logps=ref, kl_coef=0.1), 0.1 * (math.exp(-1.0) + 1.0 - 1.0), 1e-6)
 
 
-def test_case18_masked_tokens_do_not_dilute_the_mean():
+@pytest.mark.case(18)
+def test_masked_tokens_do_not_dilute_the_mean():
     mask = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0]])
     zeros = torch.zeros(1, 5)
     assert o.rapo_loss(zeros, zeros, mask, torch.tensor([-1.0]), torch.ones(1)).item() == 1.0
@@ -178,7 +204,8 @@ def test_mean_per_rollout_and_token_mean_differ():
     close(o.rapo_loss(*args, token_mean=True), (1.0 - 4 * 0.5) / 5, 1e-7)
 
 
-def test_case17_all_masked_gives_zero_loss_and_zero_gradient():
+@pytest.mark.case(17)
+def test_all_masked_gives_zero_loss_and_zero_gradient():
     logps = torch.randn(2, 3, requires_grad=True)
     for token_mean in (False, True):
         loss = o.rapo_loss(
@@ -188,7 +215,8 @@ def test_case17_all_masked_gives_zero_loss_and_zero_gradient():
         assert loss.item() == 0.0 and grad.abs().max().item() == 0.0
 
 
-def test_case17_without_retrieval_the_loss_is_that_of_grpo():
+@pytest.mark.case(17)
+def test_without_retrieval_the_loss_is_that_of_grpo():
     torch.manual_seed(0)
     logps, old = torch.randn(4, 6).double(), torch.randn(4, 6).double()
     mask, adv = (torch.rand(4, 6) < 0.7).double(), torch.randn(4).double()
@@ -200,19 +228,22 @@ def test_case17_without_retrieval_the_loss_is_that_of_grpo():
     close(o.rapo_loss(logps, old, mask, rapo_adv, shaping), grpo, 1e-12)
 
 
-def test_case19_log_probability_under_temperature():
+@pytest.mark.case(19)
+def test_log_probability_under_temperature():
     logps, _ = o.token_logps_and_entropies(torch.tensor([[2.0, 0.0]]), torch.tensor([0]), temperature=0.5)
     close(logps, [-0.0181], 5e-5)
 
 
-def test_case25_token_entropy():
+@pytest.mark.case(25)
+def test_token_entropy():
     _, uniform = o.token_logps_and_entropies(torch.zeros(5, 4), torch.zeros(5, dtype=torch.long))
     close(uniform, [1.386294] * 5, 1e-6)
     _, cut = o.token_logps_and_entropies(torch.tensor([[0.0, 0.0, -math.inf]]), torch.tensor([0]))
     close(cut, [math.log(2)], 1e-6)
 
 
-def test_case25_step_entropy_does_not_grow_with_length_and_leaves_out_inserted_tokens():
+@pytest.mark.case(25)
+def test_step_entropy_does_not_grow_with_length_and_leaves_out_inserted_tokens():
     r = Rollout("q", (1,), [policy(5, 1.25), retrieval(9), policy(20, 1.25)])
     assert r.step_entropies == [1.25, 1.25]
 

@@ -85,12 +85,15 @@ def draw_all(sample) -> list:
         plots.plot_entropy_around_retrieval([sample[0]]),
         plots.plot_eval_bars(table),
         plots.plot_eval_bars(table, by="family"),
+        plots.plot_idea(),
     ]
 
 
+@pytest.mark.case(42)
 def test_a_figure_drawn_twice_is_byte_equal(sample):
     first, second = ([png(ax) for ax in draw_all(sample)] for _ in range(2))
     assert first == second and len(set(first)) == len(first)
+    assert len(first) > len([name for name in vars(plots) if name.startswith("plot_")])  # none is left out
 
 
 def test_every_axis_has_a_label_and_legends_name_n(sample):
@@ -141,6 +144,7 @@ def test_missing_columns_are_named():
         plots.plot_eval_bars(curves(1).iloc[:0])
 
 
+@pytest.mark.case(42)
 def test_saved_figures_hold_no_version(tmp_path):
     ax = plots.plot_learning_curves(curves(1))
     plots.save_figure(ax.figure, tmp_path / "new" / "a.png")

@@ -166,8 +166,8 @@ def test_shipped_files_carry_their_checksums():
 
 
 def test_a_damaged_file_is_named_with_both_checksums(tmp_path):
-    (tmp_path / "a.txt").write_text("other")
-    (tmp_path / "checksums.json").write_text(json.dumps({"a.txt": "0" * 64}))
+    (tmp_path / "a.txt").write_text("other", encoding="utf-8")
+    (tmp_path / "checksums.json").write_text(json.dumps({"a.txt": "0" * 64}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.txt: sha256 is [0-9a-f]{64}, expected 0{64}"):
         verify_checksums(tmp_path)
 
@@ -185,5 +185,5 @@ def test_a_damaged_shipped_model_is_named_before_it_is_loaded(tmp_path, monkeypa
 
 def test_shipped_models_are_qwen3_with_tied_embeddings():
     for name in ("student", "teacher", "weak"):
-        config = json.loads((POCKET / "models" / name / "config.json").read_text())
+        config = json.loads((POCKET / "models" / name / "config.json").read_text(encoding="utf-8"))
         assert config["architectures"] == ["Qwen3ForCausalLM"] and config["tie_word_embeddings"]

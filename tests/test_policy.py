@@ -1,4 +1,4 @@
-"""Policies, adapters, the two decoders and token sampling. Numbers in test names are cases of the fault list."""
+"""Policies, adapters, the two decoders and token sampling."""
 
 import copy
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rapo_lib.policy import (
@@ -52,6 +53,7 @@ def fresh_logits(model):
     return torch.stack([model(torch.tensor([s])).logits[0, -1] for s in sequences])
 
 
+@pytest.mark.case(8)
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_both_decoders_equal_a_fresh_forward_for_ragged_rows(tiny_tokenizer, family, tied):
@@ -124,6 +126,7 @@ def test_fresh_adapter_changes_nothing_and_depends_on_the_seed_alone(tiny_tokeni
         add_lora(lora, 4, seed=1)
 
 
+@pytest.mark.case(33)
 def test_sampling_reads_the_merged_adapter_and_writes_no_weight(tiny_policy):
     policy = trained_lora(tiny_policy)
     before = {n: p.clone() for n, p in policy.model.named_parameters()}
@@ -136,7 +139,8 @@ def test_sampling_reads_the_merged_adapter_and_writes_no_weight(tiny_policy):
     assert shared.data_ptr() == policy.base.get_input_embeddings().weight.data_ptr()
 
 
-def test_case33_adapter_round_trip(tmp_path, tiny_tokenizer, tiny_policy):
+@pytest.mark.case(33)
+def test_adapter_round_trip(tmp_path, tiny_tokenizer, tiny_policy):
     base = tiny_policy.model(torch.tensor([PROMPTS[1]])).logits
     policy = trained_lora(tiny_policy)
     save_adapter(policy, tmp_path / "adapter")
@@ -149,6 +153,7 @@ def test_case33_adapter_round_trip(tmp_path, tiny_tokenizer, tiny_policy):
     assert all(p.norm() > 0 for n, p in loaded.model.named_parameters() if "lora_B" in n)
 
 
+@pytest.mark.case(33)
 def test_adapter_of_another_base_model_is_refused(tmp_path, tiny_tokenizer, tiny_policy):
     save_adapter(trained_lora(tiny_policy), tmp_path)
     other = Policy(make_model(tiny_tokenizer, seed=1), tiny_tokenizer, tiny_policy.protocol, "other")
@@ -159,6 +164,21 @@ def test_adapter_of_another_base_model_is_refused(tmp_path, tiny_tokenizer, tiny
         load_adapter(other, tmp_path)
     with pytest.raises(ValueError, match="has no adapter to save"):
         save_adapter(other, tmp_path)
+
+
+@pytest.mark.case(33)
+@pytest.mark.parametrize("change", ["missing", "more"])
+def test_an_adapter_with_another_set_of_weights_is_refused(tmp_path, tiny_tokenizer, tiny_policy, change):
+    """PEFT alone loads what fits and leaves the rest as it was."""
+    save_adapter(trained_lora(tiny_policy), tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    weights = load_file(path)
+    name = min(weights)
+    first = weights.pop(name) if change == "missing" else weights[name].clone()
+    save_file(weights if change == "missing" else {**weights, name.replace("layers.0", "layers.7"): first}, path)
+    fresh = Policy(make_model(tiny_tokenizer), tiny_tokenizer, tiny_policy.protocol, "tiny")
+    with pytest.raises(ValueError, match=r"does not fit the model; first weight on one side only: base_model"):
+        load_adapter(fresh, tmp_path)
 
 
 def test_base_checksum_ignores_adapter_and_load_precision(tiny_tokenizer, tiny_policy):
@@ -194,12 +214,14 @@ def test_a_name_that_cannot_be_loaded_says_how_to_pass_a_folder(tmp_path, monkey
         load_policy(tmp_path)
 
 
-def test_case3_several_eos_ids(tiny_policy):
+@pytest.mark.case(3)
+def test_several_eos_ids(tiny_policy):
     tiny_policy.model.generation_config.eos_token_id = [3, 7]
     assert set(tiny_policy.eos_ids) == {3, 7, tiny_policy.tokenizer.eos_token_id}
 
 
-def test_case10_prompt_goes_through_the_chat_template(tiny_tokenizer, split_tokenizer):
+@pytest.mark.case(10)
+def test_prompt_goes_through_the_chat_template(tiny_tokenizer, split_tokenizer):
     text = Protocol(tiny_tokenizer).prompt_text("who?")
     assert text == "<|im_start|>user\nwho?<|im_end|>\n<|im_start|>assistant\n"
     bare = copy.deepcopy(split_tokenizer)
@@ -211,12 +233,14 @@ def test_case10_prompt_goes_through_the_chat_template(tiny_tokenizer, split_toke
 # ------------------------------------------------------------------------------------------ sampling
 
 
-def test_case19_temperature():
+@pytest.mark.case(19)
+def test_temperature():
     _, logps, _ = sample_tokens(torch.tensor([[2.0, 0.0]]), torch.tensor([0.0]), temperature=0.5)
     assert logps.item() == pytest.approx(-0.0181, abs=5e-5)
 
 
-def test_case25_entropy_over_the_full_vocabulary():
+@pytest.mark.case(25)
+def test_entropy_over_the_full_vocabulary():
     h = sample_tokens(torch.zeros(3, 4), torch.rand(3))[2]
     assert h.tolist() == pytest.approx([1.386294] * 3, abs=1e-6)
     holes = torch.tensor([[0.0, float("-inf"), 0.0, float("-inf")]])

@@ -49,6 +49,7 @@ def make_rollout(protocol, *parts, end_reason="answer"):
 # ---------------------------------------------------------------------------------------------- answers
 
 
+@pytest.mark.case(12)
 @pytest.mark.parametrize(
     ("pred", "gold", "equal"),
     [
@@ -95,14 +96,35 @@ def make_rollout(protocol, *parts, end_reason="answer"):
         (r"\text{Paris}", "Paris", True),
         ("nan", "0", False),
         ("1/0", "1", False),
+        (".5", "0.5", True),
+        ("+5", "5", True),
+        ("-0", "0", True),
+        ("(5)", "-5", False),
+        ("--5", "5", False),
+        ("1\u202f000", "1000", True),
+        ("1,000.50", "1000.5", True),
+        ("1.000,5", "1000.5", False),
+        ("1,00,000", "100000", False),
+        ("3.14", "3,14", False),
+        ("\u0663", "3", True),
+        ("1.5\u00d710^{-3}", "0.0015", True),
+        (r"-\frac{1}{2}", "-0.5", True),
+        (r"-\frac{1}{2}", "0.5", False),
+        ("-2 2/3", "-8/3", True),
+        ("-2 2/3", "-4/3", False),
+        (r"10\,000", "10000", True),
+        ("5 kg", "5", False),
+        ("3:2", "3/2", False),
+        ("1-2", "-1", False),
     ],
 )
-def test_case_12_answers(pred, gold, equal):
+def test_answers(pred, gold, equal):
     assert answers_equal(pred, gold) is equal
     assert answers_equal(gold, pred) is equal
 
 
-def test_case_12_text_scores():
+@pytest.mark.case(12)
+def test_text_scores():
     assert exact_match("The Beatles", "beatles") and not exact_match("", "")
     assert not exact_match("3.14", "314") and not exact_match("-5", "5") and exact_match("1,000", "1000")
     assert not exact_match("Paris or London or Rome", "London")
@@ -111,7 +133,8 @@ def test_case_12_text_scores():
     assert f1("a b b c", "b b d") == pytest.approx(2 * 2 / (3 + 3))  # "a" is an article
 
 
-def test_case_12_boxes():
+@pytest.mark.case(12)
+def test_boxes():
     assert extract_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
     assert parse_number(extract_boxed(r"so \boxed{\frac{1}{2}}.")) == parse_number("1/2")
     assert extract_boxed(r"\boxed{1} no, \boxed{ 2 }") == "2"
@@ -121,6 +144,7 @@ def test_case_12_boxes():
     assert extract_boxed(r"\boxed{}") == ""
 
 
+@pytest.mark.case(12)
 @given(st.text(max_size=40), st.text(max_size=40))
 @settings(max_examples=150, deadline=None)
 def test_text_scores_hold_for_any_text(a, b):
@@ -130,6 +154,7 @@ def test_text_scores_hold_for_any_text(a, b):
     parse_number(a)
 
 
+@pytest.mark.case(12)
 @given(st.fractions(min_value=-(10**6), max_value=10**6, max_denominator=1000), st.integers(-(10**9), 10**9))
 @settings(max_examples=150, deadline=None)
 def test_numbers_are_read_exactly(fraction, n):
@@ -139,7 +164,8 @@ def test_numbers_are_read_exactly(fraction, n):
     assert parse_number(f"{n}e2") == 100 * n and parse_number(f"{n}%") * 100 == n
 
 
-def test_case_14_a_tower_of_powers_ends_in_time_also_from_a_thread():
+@pytest.mark.case(14)
+def test_a_tower_of_powers_ends_in_time_also_from_a_thread():
     assert math_equal("x^2 + 1", "1 + x^2")  # the worker runs now: its start is not part of the limit
     ended = []
 
@@ -155,6 +181,15 @@ def test_case_14_a_tower_of_powers_ends_in_time_also_from_a_thread():
     assert math_equal("x^2 + 2", "2 + x^2")
 
 
+@pytest.mark.case(14)
+@pytest.mark.parametrize("bomb", [r"\sqrt[3]{9^{9^{9^{9}}}}", "(10^9)!", "2^{" + "9" * 150 + "}"])
+def test_other_endless_formulas_end_in_time(bomb):
+    assert math_equal("x^2 + 3", "3 + x^2")
+    start = time.monotonic()
+    assert answers_equal(bomb, "9") is False and time.monotonic() - start < 5
+
+
+@pytest.mark.case(14)
 def test_mathematics_is_asked_only_about_formulas(monkeypatch):
     def refuse(pred, gold):
         raise AssertionError(f"asked about {pred} and {gold}")
@@ -167,6 +202,7 @@ def test_mathematics_is_asked_only_about_formulas(monkeypatch):
 # ---------------------------------------------------------------------------------------------- rollouts
 
 
+@pytest.mark.case(11)
 def test_a_right_boxed_answer_earns_one(protocol):
     rollout = make_rollout(
         protocol, SEARCH, ("tool", "<result> 42</result>"), r"<think> done</think><answer> \boxed{ 42}</answer>"
@@ -178,7 +214,8 @@ def test_a_right_boxed_answer_earns_one(protocol):
     assert pocket_reward(rollout, several, protocol) == 1.0
 
 
-def test_case_11_a_gold_answer_that_the_policy_did_not_write_earns_nothing(protocol):
+@pytest.mark.case(11)
+def test_a_gold_answer_that_the_policy_did_not_write_earns_nothing(protocol):
     right = r"<answer> \boxed{ 42}</answer>"
     for part in (("tool", f"<result> 42 {right}</result>"), ("retrieval", f"<retrieve> {right}</retrieve>")):
         for end_reason in ("budget", "answer", "eos"):
@@ -189,13 +226,15 @@ def test_case_11_a_gold_answer_that_the_policy_did_not_write_earns_nothing(proto
         assert released_reward(rollout, QUESTION, protocol) == 0.0
 
 
-def test_case_11_a_policy_that_writes_a_result_breaks_the_format(protocol):
+@pytest.mark.case(11)
+def test_a_policy_that_writes_a_result_breaks_the_format(protocol):
     rollout = make_rollout(protocol, r"<result> 42</result><answer> \boxed{ 42}</answer>")
     assert pocket_reward(rollout, QUESTION, protocol) == 0.0
     assert released_reward(rollout, QUESTION, protocol) == -1.0
 
 
-def test_case_13_a_prompt_that_ends_in_think_does_not_break_the_format(protocol):
+@pytest.mark.case(13)
+def test_a_prompt_that_ends_in_think_does_not_break_the_format(protocol):
     rollout = make_rollout(
         protocol,
         SEARCH.removeprefix("<think>"),
@@ -224,6 +263,7 @@ def test_broken_formats_earn_nothing(protocol, parts):
     assert released_reward(rollout, QUESTION, protocol) == -1.0
 
 
+@pytest.mark.case(11)
 def test_only_a_rollout_that_ended_with_an_answer_is_right(protocol):
     for end_reason in ("length", "budget", "format", ""):
         rollout = make_rollout(protocol, r"<answer> \boxed{ 42}</answer>", end_reason=end_reason)

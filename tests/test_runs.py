@@ -127,6 +127,7 @@ def test_plan_names_variants_and_refuses_doubles(tmp_path):
         plan_runs({"../x": [a]}, tmp_path)
 
 
+@pytest.mark.case(43)
 def test_runs_are_done_once_and_shared_between_experiments(toy):
     configs = [RunConfig(method=m, seed=s) for m in ("grpo", "rapo") for s in (0, 1)]
     said = []
@@ -175,6 +176,7 @@ def test_a_failure_shows_the_log_and_stops_the_rest(toy, method, text):
         toy(configs, jobs=1)
 
 
+@pytest.mark.case(43)
 def test_an_interrupted_batch_goes_on(toy, tmp_path):
     """The parent is killed in the middle: its worker ends too, and finished runs are kept."""
     code = (
@@ -387,6 +389,7 @@ def write_notebook(path: Path, *cells: str, parameters: str = 'profile = "smoke"
     return path
 
 
+@pytest.mark.case(39)
 @pytest.mark.parametrize(
     ("value", "plain"),
     [
@@ -401,12 +404,14 @@ def test_parameters_are_converted(value, plain):
     assert plain_parameter("p", value) == plain and type(plain_parameter("p", value)) is type(plain)
 
 
+@pytest.mark.case(39)
 @pytest.mark.parametrize("value", [np.zeros(2), {1: 2}, object(), pd.Timestamp("2026-01-01")])
 def test_other_parameters_are_refused(value):
     with pytest.raises(TypeError, match="parameter p is a"):
         plain_parameter("p", value)
 
 
+@pytest.mark.case(39)
 def test_an_unknown_parameter_and_a_missing_cell_raise(tmp_path):
     nb = write_notebook(tmp_path / "a.ipynb", "x = 1")
     with pytest.raises(ValueError, match="no parameter 'seeed'; it declares: jobs, profile"):
@@ -417,6 +422,7 @@ def test_an_unknown_parameter_and_a_missing_cell_raise(tmp_path):
         execute_notebook(tmp_path / "b.ipynb", tmp_path / "out.ipynb")
 
 
+@pytest.mark.case(39)
 @pytest.mark.parametrize(
     ("cell", "message"),
     [
@@ -454,6 +460,7 @@ def batch(tmp_path, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.case(40)
 def test_the_driver_does_what_is_missing(batch, monkeypatch):
     code, ran, io = batch(jobs=3)
     assert code == 0 and ran == ["01_one:smoke:3", "99_report:smoke:3"]
@@ -485,6 +492,7 @@ def test_the_driver_does_what_is_missing(batch, monkeypatch):
     assert "RAPO_FRESH_SINCE" not in os.environ
 
 
+@pytest.mark.case(39)
 def test_the_driver_stops_at_a_failure_and_keeps_the_failed_copy(batch):
     write_notebook(batch.folder / "02_bad.ipynb", "raise RuntimeError('broken on purpose')")
     code, ran, io = batch()

@@ -149,7 +149,9 @@ def test_a_forked_child_starts_its_own_worker_and_the_parent_keeps_its_own(box):
         assert os.waitpid(child, 0)[1] == 0
         assert box.run(["3 + 3"])[0].text == "6" and box._worker.pid == mine
     """)
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     assert box._worker.pid == pid
 
@@ -165,7 +167,9 @@ box.run(["1"])
 print(*[p.pid for p in psutil.Process().children(recursive=True)], flush=True)
 {end}
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True, encoding="utf-8"
+    )
     pids = [int(p) for p in done.stdout.split()]
     assert len(pids) >= 2
     for _ in range(100):

@@ -24,18 +24,21 @@ def test_examples_in_docstrings():
     assert doctest.testmod(stats).failed == 0
 
 
-def test_case_42_values():
+@pytest.mark.case(42)
+def test_values():
     i = t_interval([0.5, 0.6, 0.7])
     assert i.mean == pytest.approx(0.6) and i.half_width == pytest.approx(0.2484, abs=1e-4) and i.n == 3
     w = wilson(7, 10)
     assert (round(w.low, 3), round(w.high, 3)) == (0.397, 0.892)
 
 
+@pytest.mark.case(42)
 def test_single_seed_has_no_interval():
     i = t_interval([0.4])
     assert i.mean == 0.4 and math.isnan(i.low) and f"{i:.1f}" == "0.4 (n = 1)"
 
 
+@pytest.mark.case(42)
 def test_wilson_at_the_ends():
     assert wilson(0, 20).low == 0.0 and wilson(0, 20).high > 0.1
     assert all(wilson(0, n).low == 0.0 and wilson(n, n).high == 1.0 for n in range(1, 1200))  # rounding included
@@ -71,6 +74,7 @@ def test_probability_of_improvement():
     assert i.low <= i.mean <= i.high == 1.0
 
 
+@pytest.mark.case(41)
 @pytest.mark.parametrize(
     ("x", "y", "verdict"),
     [
@@ -86,6 +90,7 @@ def test_verdicts(x, y, verdict):
     assert paired_verdict(x, y).verdict == verdict
 
 
+@pytest.mark.case(42)
 def test_pairs_need_the_same_seeds_and_finite_numbers():
     with pytest.raises(ValueError, match="5 seeds and y has 4"):
         paired_verdict(RISING, RISING[:4])

@@ -77,7 +77,8 @@ def test_verl_parquet(tmp_path):
         load_verl_questions(tmp_path / "b.parquet")
 
 
-def test_case_30_evaluation_on_buffer_questions_is_refused():
+@pytest.mark.case(30)
+def test_evaluation_on_buffer_questions_is_refused():
     questions = [Question(f"t{i}", f"what is {i}?", str(i)) for i in range(4)]
     check_disjoint(["train-1", "what was 0?"], questions)
     with pytest.raises(ValueError, match="2 of 4 evaluation questions are in the step-trace buffer .*t0.*t2"):

@@ -132,7 +132,8 @@ def test_toolbox_refuses_nonsense():
         Toolbox([FakeTool("sing")])
 
 
-def test_case_36_a_tool_that_always_fails_warns_with_the_first_real_error():
+@pytest.mark.case(36)
+def test_a_tool_that_always_fails_warns_with_the_first_real_error():
     def broken(query):
         raise ConnectionError(f"no route to the corpus for {query}")
 
@@ -147,7 +148,8 @@ def test_case_36_a_tool_that_always_fails_warns_with_the_first_real_error():
     assert box.counts["search"].failures_frac == 1.0 and box.counts["python"].failures_frac == 0.0
 
 
-def test_case_36_a_tool_that_works_now_and_then_gives_no_warning():
+@pytest.mark.case(36)
+def test_a_tool_that_works_now_and_then_gives_no_warning():
     box = Toolbox([FakeTool(give=lambda q: ToolResult(q, ok=q == "good"))], warn_after=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -155,7 +157,8 @@ def test_case_36_a_tool_that_works_now_and_then_gives_no_warning():
     assert box.health() == [] and box.counts["search"].failures == 4
 
 
-def test_case_36_a_missing_tool_refuses_to_start(monkeypatch):
+@pytest.mark.case(36)
+def test_a_missing_tool_refuses_to_start(monkeypatch):
     monkeypatch.setenv("MONTY_BIN", "/nonexistent/monty")
     with pytest.raises(RuntimeError, match="python cannot work: the interpreter cannot be started"):
         Toolbox([PythonTool(sandbox=Sandbox())])
@@ -165,7 +168,8 @@ def test_case_36_a_missing_tool_refuses_to_start(monkeypatch):
         Toolbox([FakeTool()]).require(["search", "browse"])
 
 
-def test_case_37_an_empty_action_or_an_unknown_tool_gets_an_error_result():
+@pytest.mark.case(37)
+def test_an_empty_action_or_an_unknown_tool_gets_an_error_result():
     box = Toolbox([FakeTool()])
     empty, unknown = box.run([("search", "  \n"), ("python", "1")])
     assert empty == ToolResult("error: the search call is empty", ok=False, error="the search call is empty")
@@ -173,7 +177,8 @@ def test_case_37_an_empty_action_or_an_unknown_tool_gets_an_error_result():
     assert box.counts["search"].failures == 1 and box.unknown_calls == 1
 
 
-def test_case_37_the_same_query_three_times_is_counted():
+@pytest.mark.case(37)
+def test_the_same_query_three_times_is_counted():
     box = Toolbox([FakeTool()])
     for _ in range(3):
         box.run([("search", "a")])
@@ -248,6 +253,7 @@ def test_http_search_tries_again_and_then_names_the_error(server):
     assert len(server.seen) == 8
 
 
+@pytest.mark.case(36)
 def test_http_failures_are_not_cached(server):
     box = Toolbox([HTTPSearchTool(server.url, retries=0)])
     server.plan = [503]
