@@ -28,7 +28,7 @@ from rapo_lib.pocket.files import POCKET, checked
 from rapo_lib.policy import Policy, add_lora, load_policy, save_adapter
 from rapo_lib.rollout import SamplingLimits
 from rapo_lib.runs import WORK, buffer_paths
-from rapo_lib.tasks import Question, check_disjoint, load_pocket_questions
+from rapo_lib.tasks import Question, check_disjoint, load_pocket_questions, required_tools
 from rapo_lib.tools import make_pocket_toolbox
 from rapo_lib.traces import (
     Protocol,
@@ -72,6 +72,7 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     train, validation, test = (load_pocket_questions(config.regime, s) for s in ("train", "validation", "test"))
     check_disjoint(train, [*validation, *test])
     toolbox = make_pocket_toolbox("train")
+    toolbox.require(required_tools(train))
     policy = add_lora(load_policy(config.student), config.lora_r, config.seed)
     recorder, work = Recorder(config, folder, policy, validation[: config.n_eval]), folder / WORK
     recorder.begin(latest_checkpoint(work))

@@ -23,6 +23,7 @@ from rapo_lib.methods import get_method
 from rapo_lib.policy import load_adapter, load_policy
 from rapo_lib.runs import EXECUTOR, Run, finish_run
 from rapo_lib.tasks import load_pocket_questions
+from rapo_lib.tools import SearchTool, Toolbox
 from rapo_lib.traces import Rollout, Segment, load_rollouts
 
 TINY = RunConfig(
@@ -113,6 +114,7 @@ def stopped_run(monkeypatch, config: RunConfig, folder: Path, name: str, number:
             execute_run(config, folder)
 
 
+@pytest.mark.case(34)
 @pytest.mark.parametrize(
     ("method", "name", "number", "after"),
     [
@@ -143,6 +145,7 @@ def test_a_run_that_is_taken_up_again_ends_as_the_unbroken_one(tmp_path, monkeyp
     assert list(metrics[step]) == list(range(1, len(metrics) + 1))
 
 
+@pytest.mark.case(34)
 def test_rollouts_that_changed_under_an_interrupted_run_are_named(tmp_path, monkeypatch):
     config = TINY.replace(method="rapo")
     stopped_run(monkeypatch, config, tmp_path, "evaluate", 3)
@@ -159,6 +162,16 @@ def test_a_folder_with_another_runs_checkpoint_is_refused(tmp_path, monkeypatch)
         execute_run(config.replace(learning_rate=1e-3), tmp_path)
 
 
+@pytest.mark.case(36)
+def test_a_run_whose_tools_are_missing_does_not_start(tmp_path, monkeypatch):
+    documents = [{"title": "capital of Mora", "text": "Lumiro"}]
+    monkeypatch.setattr(execution, "make_pocket_toolbox", lambda split: Toolbox([SearchTool(documents)]))
+    with pytest.raises(RuntimeError, match="tools missing: browse, python; the toolbox has search"):
+        execute_run(TINY, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.case(38)
 def test_a_run_that_collapses_says_so_and_keeps_its_best_adapter(tmp_path, monkeypatch):
     """Validation .5 after step 1 and .25 after step 2: the adapter of step 1 is kept, and the alarm is told."""
     rates = iter([0.0, 0.5, 0.25])
