@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -193,21 +194,23 @@ class Campaign:
 
 def _run(config: RunConfig, results: Path, fault: dict[str, str]) -> str:
     """Do a run in a worker of its own; returns the error, empty when there was none."""
-    os.environ |= {"RAPO_RESULTS": str(results)} | fault
-    try:
-        run_many(
-            *([config],),
-            profile="smoke",
-            experiment="faults",
-            executor="rapo_lib.faults:dying_run",
-            say=lambda text: None,
-        )
-    except RunFailed as e:
-        return str(e)
-    finally:
-        for name in fault:
-            del os.environ[name]
+    with _environment({"RAPO_RESULTS": str(results)} | fault):
+        try:
+            run_many([config], profile="smoke", experiment="faults", executor=DYING, say=lambda text: None)
+        except RunFailed as e:
+            return str(e)
     return ""
+
+
+@contextmanager
+def _environment(variables: dict[str, str]):
+    before = dict(os.environ)
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
 
 
 def _kill(process: subprocess.Popen, alone: bool) -> None:
