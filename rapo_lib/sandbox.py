@@ -11,13 +11,17 @@ differs from CPython's in ties. It is no virtual machine: a memory-safety bug in
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import cache
 from typing import Any, Literal
 
-from .workers import Worker, serve
+from .barrier import CPU_SEC, MEMORY_BYTES, seal
+from .workers import Worker, refuse, serve
 
 Outcome = Literal["ok", "time", "memory", "output", "recursion", "syntax", "refused", "exception", "crash"]
 
@@ -39,6 +43,12 @@ class SandboxLimits:
     output_chars: int = 4000
     recursion: int = 200
     code_chars: int = 20_000
+
+    def __post_init__(self) -> None:
+        if not 0 < self.time_sec <= 60:
+            raise ValueError(f"time_sec is {self.time_sec}; more than 0 and at most 60")
+        if not 0 < self.memory_bytes <= MEMORY_BYTES // 4:
+            raise ValueError(f"memory_bytes is {self.memory_bytes}; more than 0 and at most {MEMORY_BYTES // 4}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,15 @@ class Sandbox:
             return [results.get(c) or self._cache[prelude, c] for c in codes]
         return [self._cache[prelude, c] for c in codes]
 
+    def barrier(self) -> list[str]:
+        """Names of what holds here around the code: the mandatory parts first, then what this kernel adds.
+
+        Raises:
+            RuntimeError: a mandatory part does not hold.
+        """
+        self._worker.start()
+        return list(self._worker.barrier)
+
     def close(self) -> None:
         """End the worker process (this also happens at exit)."""
         self._worker.close()
@@ -102,12 +121,17 @@ def shared_sandbox() -> Sandbox:
     return Sandbox()
 
 
+def barrier() -> list[str]:
+    """Names of what holds on this machine around model-written code (`Sandbox.barrier` of the shared sandbox)."""
+    return shared_sandbox().barrier()
+
+
 def _result(reply: list[str] | None) -> SandboxResult:
     if reply is None:
         return SandboxResult("error: the interpreter crashed or hung and was replaced", "crash")
     outcome, text = reply
     if outcome == "start":
-        raise RuntimeError(f"the interpreter cannot be started: {text}; is pydantic-monty installed?")
+        raise RuntimeError(f"the interpreter cannot be started: {text}")
     if outcome == "prelude":
         raise ValueError(f"the prelude of the python tool fails: {text}")
     return SandboxResult(text, outcome)
@@ -119,12 +143,14 @@ def _result(reply: list[str] | None) -> SandboxResult:
 class _Interpreter:
     """The worker's side: one pool with one interpreter process, a fresh session for each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, binary: str) -> None:
         from pydantic_monty import Monty
 
         self._monty = Monty
+        self._binary = binary
         self._pool: Any = None
         self._time_sec = 0.0
+        self._sealed: tuple[int | None, bool] = (None, False)
 
     def __call__(self, request: list[Any]) -> list[str]:
         """`[outcome, text]` of `[prelude, code, limits]`."""
@@ -141,29 +167,78 @@ class _Interpreter:
         feeding_prelude = True
         try:
             with _session(pool, limits) as session:
+                self._seal(session.worker_pid)
                 if prelude:
                     session.feed_run(prelude)
                 feeding_prelude = False
                 value = session.feed_run(code, print_callback=printed)
                 return _shown(printed.output, value, limits["output_chars"])
         except MontyCrashedError as e:
-            return ["time" if e.timed_out else "crash", f"error: the interpreter was replaced ({e})"]
+            if e.timed_out:
+                return _over_time(limits)
+            return ["crash", f"error: the interpreter was replaced ({e})"]
         except MontyError as e:
             text = e.display("type-msg")
             if feeding_prelude:
                 return ["prelude", text]
             return _named_error(text, printed.output, limits)
+        except MemoryError:  # of this process, while it takes over the result
+            return _over_memory(limits)
         except (ValueError, TypeError, RecursionError, UnicodeError) as e:  # code or value that cannot cross the border
             return ["exception", f"error: {type(e).__name__}: {str(e)[:300]}"]
+
+    def check(self) -> list[str]:
+        """Names of what the interpreter has shown to hold.
+
+        Raises:
+            RuntimeError: it does not start, or gave a wrong answer to one of `_CHECKS`.
+        """
+        for code, wanted in _CHECKS.items():
+            limits = SandboxLimits(time_sec=0.02) if wanted == "time" else SandboxLimits()
+            outcome, text = self(["", code, asdict(limits)])
+            if outcome == "start":
+                raise RuntimeError(f"the interpreter cannot be started: {text}; is pydantic-monty installed?")
+            if wanted != (text if outcome == "ok" else outcome):
+                raise RuntimeError(
+                    f"the interpreter is no sandbox: {code!r} must come to {wanted!r} and came to {outcome!r} with"
+                    f" {text!r}; install pydantic-monty anew (pip install --force-reinstall pydantic-monty)"
+                )
+        held = ["process of its own", "interpreter without access to the host", "time, memory and output limited"]
+        return held + ["no new process"] * self._sealed[1]
 
     def _pool_for(self, time_sec: float) -> Any:
         if self._pool is None or self._time_sec != time_sec:
             if self._pool is not None:
                 self._pool.__exit__(None, None, None)
-            # A hung interpreter is killed half a second after its own limit should have ended the code.
-            self._pool = self._monty(max_processes=1, request_timeout=time_sec + 0.5).__enter__()
+            # A hung interpreter is killed half a second after its own limit should have ended the code. Prelude and
+            # code take that long at most, so a process is replaced before it could reach its CPU limit.
+            kill_sec = time_sec + 0.5
+            self._pool = self._monty(
+                binary_path=self._binary,
+                max_processes=1,
+                request_timeout=kill_sec,
+                max_checkouts_per_worker=int(CPU_SEC // (2 * kill_sec)),
+            ).__enter__()
             self._time_sec = time_sec
         return self._pool
+
+    def _seal(self, pid: int | None) -> None:
+        if pid is not None and pid != self._sealed[0]:
+            self._sealed = (pid, seal(pid))
+
+
+#: What a sandbox must answer before it is used: code and its text, or its outcome where that is not "ok".
+_CHECKS = {
+    "while 1: pass": "time",
+    "6 * 7": "42",
+    "open('/etc/passwd').read()": "refused",
+    "import subprocess": "refused",
+    "import os\nos.environ": "refused",
+    "import os\nos.system('exit 0')": "exception",
+    "[0] * 10**10": "memory",
+    "print('x' * 100_000)": "output",
+    "def f(): return f()\nf()": "recursion",
+}
 
 
 def _session(pool: Any, limits: dict[str, Any]) -> Any:
@@ -191,11 +266,11 @@ def _named_error(message: str, printed: str, limits: dict[str, Any]) -> list[str
     """Outcome and text of an exception; the texts of limits are fixed, since Monty's hold measured numbers."""
     kind = message.split(":", 1)[0]
     if message.startswith("TimeoutError: feed time limit"):
-        return ["time", f"error: time limit of {limits['time_sec']:g} s exceeded"]
-    if message.startswith("MemoryError: memory limit"):
+        return _over_time(limits)
+    if message.startswith(("MemoryError: memory limit", "MemoryError: the worker exceeded its memory limit")):
         if message.endswith(f"> {4 * limits['output_chars']} bytes"):
             return ["output", f"error: output has more than {limits['output_chars']} characters"]
-        return ["memory", f"error: memory limit of {limits['memory_bytes'] >> 20} MB exceeded"]
+        return _over_memory(limits)
     if kind == "RecursionError":
         return ["recursion", f"error: recursion limit of {limits['recursion']} calls exceeded"]
     if kind == "SyntaxError":
@@ -204,5 +279,28 @@ def _named_error(message: str, printed: str, limits: dict[str, Any]) -> list[str
     return ["refused" if refused else "exception", f"{printed[: limits['output_chars']]}error: {message[:300]}"]
 
 
+def _over_time(limits: dict[str, Any]) -> list[str]:
+    return ["time", f"error: time limit of {limits['time_sec']:g} s exceeded"]
+
+
+def _over_memory(limits: dict[str, Any]) -> list[str]:
+    return ["memory", f"error: memory limit of {limits['memory_bytes'] >> 20} MB exceeded"]
+
+
+def main() -> None:
+    """Serve as the worker process."""
+    places = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+    binary = os.environ.get("MONTY_BIN") or shutil.which("monty", path=os.pathsep.join(places))
+    try:
+        interpreter = _Interpreter(binary or "")
+    except ImportError as e:
+        refuse(f"the interpreter cannot be started: {e}; pip install pydantic-monty")
+        return
+    if not binary:
+        refuse(f"the interpreter cannot be started: no program monty in {places}; pip install pydantic-monty")
+        return
+    serve(interpreter, check=interpreter.check, runnable=[binary])
+
+
 if __name__ == "__main__":
-    serve(_Interpreter())
+    main()

@@ -1,9 +1,9 @@
 """Helper processes that may hang, crash or be killed without harm to the caller.
 
 Python code of a policy (`sandbox.py`) and symbolic mathematics (`rewards.py`) run behind a `Worker`: a
-child process that answers JSON lines. It starts at the first request, is killed and replaced when it
-overruns, and ends when its standard input closes, so also when the parent is killed. It needs neither
-signals nor the main thread nor an event loop, and a forked child simply starts its own.
+child process that answers JSON lines, behind the barrier of `barrier.py`. It starts at the first request, is
+killed and replaced when it overruns, and ends when its standard input closes, so also when the parent is
+killed. It needs neither signals nor the main thread nor an event loop, and a forked child simply starts its own.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-#: The worker sees these variables only; whatever else the environment holds (tokens, keys) stays out.
-_KEPT_ENV = tuple("PATH PYTHONPATH MONTY_BIN HOME USERPROFILE SYSTEMROOT TEMP TMP TMPDIR LANG LC_ALL".split())
+from .barrier import CPU_SEC, confine, renew_cpu
+
+#: What Python needs to find its packages; whatever else the environment holds (tokens, keys) stays out. The worker
+#: empties even this before its first request, so that nothing it starts inherits any of it.
+_KEPT_ENV = tuple("PATH PYTHONPATH MONTY_BIN HOME USERPROFILE SYSTEMROOT TEMP TMP TMPDIR".split())
 _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
@@ -36,6 +40,8 @@ class Worker:
     def __init__(self, module: str, start_sec: float = 60.0) -> None:
         self.module = module
         self.start_sec = start_sec
+        #: Names of the parts of the barrier that hold in the worker; known when it has started.
+        self.barrier: tuple[str, ...] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
         self._lock = threading.Lock()
@@ -62,6 +68,15 @@ class Worker:
                 raise
         return replies
 
+    def start(self) -> None:
+        """Start the process unless it runs.
+
+        Raises:
+            RuntimeError: it does not start, or refuses to work; the reason is the message.
+        """
+        with self._lock:
+            self._started()
+
     def close(self) -> None:
         """End the process; the next request starts a new one."""
         with self._lock:
@@ -74,9 +89,7 @@ class Worker:
 
     def _exchange(self, requests: Sequence[Any], limit_sec: float) -> list[Any]:
         """Replies that came within the limit; fewer than requests when the process was lost."""
-        if self._process is None or self._process.poll() is not None:
-            self._stop()
-            self._start()
+        self._started()
         got = []
         with _killed_after(self._process, limit_sec):
             self._write(json.dumps(list(requests)).encode() + b"\n")
@@ -108,10 +121,16 @@ class Worker:
         line, _, self._unread = self._unread.partition(b"\n")
         return line
 
+    def _started(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            self._stop()
+            self._start()
+
     def _start(self) -> None:
         root = str(Path(__file__).resolve().parent.parent)
         env = {k: os.environ[k] for k in _KEPT_ENV if k in os.environ}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (root, env.get("PYTHONPATH"))))
+        env["PYTHONHASHSEED"] = "0"  # a set is shown in the same order by every worker
         self._unread = b""
         with tempfile.TemporaryFile() as errors:
             self._process = subprocess.Popen(
@@ -123,13 +142,22 @@ class Worker:
                 env=env,
                 start_new_session=True,  # an interrupt of the notebook is not meant for it
             )
-            with _killed_after(self._process, self.start_sec):
-                ready = self._read_line()
-            if ready is None:
+            try:
+                with _killed_after(self._process, self.start_sec):
+                    first = self._read_line()
+            except BaseException:  # an interrupt: the line would be taken for a reply
+                self._stop()
+                raise
+            if first is None:
                 self._stop()
                 errors.seek(0)
                 tail = errors.read().decode("utf-8", "replace").strip()[-800:]
                 raise RuntimeError(f"{self.module} did not start within {self.start_sec:g} s: {tail or 'no message'}")
+        word, content = json.loads(first)
+        if word != "ready":
+            self._stop()
+            raise RuntimeError(content)
+        self.barrier = tuple(content)
 
     def _stop(self) -> None:
         process, self._process = self._process, None
@@ -150,7 +178,7 @@ class _killed_after:
     """Kill the process when the block takes longer than this."""
 
     def __init__(self, process: subprocess.Popen[bytes], seconds: float) -> None:
-        self.timer = threading.Timer(seconds, process.kill)
+        self.timer = threading.Timer(seconds, _kill, [process])
         self.timer.daemon = True
 
     def __enter__(self) -> None:
@@ -170,8 +198,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(1.0)
     except subprocess.TimeoutExpired:
-        process.kill()
+        _kill(process)
         process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the worker and what it started: one that hangs does not read the end of its own input."""
+    if not hasattr(os, "killpg"):
+        process.kill()
+    elif process.poll() is None:  # else its number may belong to another process by now
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _close_all() -> None:
@@ -189,16 +225,47 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 
 
-def serve(answer: Callable[[Any], Any]) -> None:
-    """The worker's side: say ready, then answer each line of requests until the input closes.
+def serve(
+    answer: Callable[[Any], Any],
+    *,
+    check: Callable[[], list[str]] = list,
+    runnable: Iterable[str] = (),
+    cpu_sec: float = CPU_SEC,
+) -> None:
+    """The worker's side: give up all rights, say ready, then answer each line of requests until the input closes.
 
     Whatever a library prints goes to standard error, so it cannot be mistaken for a reply.
+
+    Args:
+        answer: reply to one request.
+        check: tries the worker behind the barrier; its names join those of the barrier. A RuntimeError means that the
+            worker must not be used, and its text reaches the caller of `Worker.ask`.
+        runnable: programs that the worker starts.
+        cpu_sec: CPU seconds for one request, after which the kernel ends the worker: also when nobody is left to kill
+            it. A program that it starts gets at least as many for its whole life.
     """
     out = os.fdopen(os.dup(1), "w", encoding="ascii", newline="\n")
     os.dup2(2, 1)
-    out.write("ready\n")
-    out.flush()
+    runnable = list(runnable)
+    parts = confine(runnable, starts_processes=bool(runnable))
+    try:
+        first = ["ready", [*check(), *parts]]
+    except RuntimeError as e:
+        first = ["refused", str(e)]
+    _send(out, first)
+    if first[0] == "refused":
+        return
     for line in sys.stdin.buffer:
         for request in json.loads(line):
-            out.write(json.dumps(answer(request)) + "\n")
-            out.flush()
+            renew_cpu(cpu_sec)
+            _send(out, answer(request))
+
+
+def refuse(reason: str) -> None:
+    """The worker's side when it cannot work at all: say why."""
+    _send(sys.stdout, ["refused", reason])
+
+
+def _send(out: TextIO, message: Any) -> None:
+    out.write(json.dumps(message) + "\n")
+    out.flush()
