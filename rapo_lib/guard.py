@@ -163,8 +163,8 @@ class CollapseGuard:
     def _tools(self) -> str | None:
         share = self._nearly_all("tool_failures_frac")
         return share and (
-            f"in {IN_A_ROW} steps in a row {share} of all tool calls failed; the run's log names the first real error "
-            "of each tool: mend the tool before you go on"
+            f"in {IN_A_ROW} steps in a row {share} of all tool calls failed: a tool is broken, or the policy calls it "
+            "wrongly; the run's log names the first real error of each tool"
         )
 
     def _nearly_all(self, key: str) -> str | None:

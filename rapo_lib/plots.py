@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.ticker import PercentFormatter
 
+from rapo_lib.guard import METRIC_OF, Alarm, find_alarms
 from rapo_lib.objective import retrieval_reward
 from rapo_lib.stats import MIN_SEEDS, bootstrap_interval, t_interval
 from rapo_lib.traces import Rollout
@@ -46,6 +47,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "negative_factor_frac": ("negative factors 1 + a A_ret (%)", "rollouts whose retrieval advantage turns the sign"),
     "tool_calls": ("tool calls a rollout", "mean over rollouts"),
     "tool_failures_frac": ("failed tool calls (%)", "of all tool calls of the RL step"),
+    "truncated_frac": ("truncated rollouts (%)", "cut at the length limit, of all rollouts of the RL step"),
     "completion_tokens": ("completion (tokens)", "mean length, inserted tokens included"),
     "generated_tokens": ("generated tokens", "tokens that the policy wrote in the RL step"),
     "retrievals": ("retrievals", "inserted step traces of the RL step"),
@@ -93,7 +95,7 @@ LABELS |= {"grpo_halfway": "GRPO, half-way", "rapo_halfway": "RAPO, half-way"}
 LABELS |= {"rapo_spare": "RAPO, spare step", "rapo_to_spare": "RAPO w/ TO, spare step"}
 LABELS |= {"rapo_halfway_p=1": "RAPO p=1, half-way"}
 LABELS |= {"rapo_weak": "RAPO, weak teacher", "student": "student, untrained", "weak": "weak teacher"}
-SIZES = {1: (6.4, 3.6), 2: (10.0, 3.6), 3: (10.0, 3.6), 4: (10.0, 6.4)}
+SIZES = {1: (6.4, 3.6), 2: (10.0, 3.6), 3: (10.0, 3.6), 4: (10.0, 6.4), 6: (10.0, 6.4)}
 
 
 def style_of(variant: str) -> tuple[str, Any]:
@@ -123,9 +125,9 @@ def use_style() -> None:
 
 
 def new_axes(panels: int = 1) -> Any:
-    """One axes, or an array of two, three or four panels, in the project's sizes."""
+    """One axes, or an array of two, three, four or six panels, in the project's sizes."""
     use_style()
-    shape = (2, 2) if panels == 4 else (1, panels)
+    shape = {4: (2, 2), 6: (2, 3)}.get(panels, (1, panels))
     _, axes = plt.subplots(*shape, figsize=SIZES[panels], layout="constrained")
     return axes
 
@@ -348,6 +350,90 @@ def _bar(ax: Axes, x: float, values: np.ndarray, width: float, colour: str, labe
     if 1 < len(values) < 10:
         spread = np.linspace(-0.25, 0.25, len(values)) * width
         ax.plot(x + spread, values, linestyle="", marker="o", ms=3.5, color="black", alpha=0.6)
+
+
+# -------------------------------------------------------------------------------------------- health
+
+#: Panels of `plot_health`, in reading order: metric -> name of its alarm.
+_HEALTH = {metric: kind for kind, metric in METRIC_OF.items()}
+_HEALTH_ORDER = (
+    "reward",
+    "entropy",
+    "completion_tokens",
+    "truncated_frac",
+    "tool_failures_frac",
+    "groups_no_signal_frac",
+)
+#: Alarms named above a panel; the rest is counted.
+_NAMED_ALARMS = 2
+
+
+def plot_health(metrics: pd.DataFrame, *, group: str = "variant") -> np.ndarray:
+    """Whether runs are well: six metrics over RL steps, one thin line a run, the mean of a variant, and alarms.
+
+    An alarm of `rapo_lib.guard` is a cross at its RL step, named above the panel of its metric.
+
+    Args:
+        metrics: one row a variant, seed and RL step (`load_table(runs, "metrics")`), with as many of the guard's
+            metrics as there are; a panel without values says so. group: column that separates the lines.
+
+    Returns:
+        Six axes, (2, 3).
+    """
+    _need(metrics, (group, "seed", "rl_step"))
+    runs = {key: part.sort_values("rl_step") for key, part in metrics.groupby([group, "seed"], sort=False)}
+    alarms = {key: find_alarms(part.to_dict("records")) for key, part in runs.items()}
+    axes = new_axes(6)
+    for ax, metric in zip(axes.flat, _HEALTH_ORDER, strict=True):
+        _name_axis(ax, "x", "rl_step")
+        _name_axis(ax, "y", metric)
+        if metric not in metrics or not metrics[metric].notna().any():
+            why = "is NaN everywhere" if metric in metrics else "is not in the table"
+            ax.text(0.5, 0.5, f"no values:\n{metric}\n{why}", ha="center", va="center", transform=ax.transAxes)
+            ax.set(xticks=[], yticks=[])
+            continue
+        _health_lines(ax, runs, metric)
+        _mark_alarms(ax, runs, alarms, metric)
+        if METRICS[metric][0].endswith("(%)"):
+            ax.set_ylim(-0.05, 1.05)
+        else:
+            ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
+    lines = {line.get_label(): line for ax in axes.flat for line in ax.lines if not line.get_label().startswith("_")}
+    if lines:
+        axes.flat[0].figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=4)
+    return axes
+
+
+def _health_lines(ax: Axes, runs: Mapping[tuple[Any, Any], pd.DataFrame], metric: str) -> None:
+    for variant in dict.fromkeys(v for v, _ in runs):
+        colour, line = style_of(str(variant))
+        parts = [part for (v, _), part in runs.items() if v == variant]
+        label = f"{label_of(str(variant))} (n = {len(parts)})"
+        mean = pd.concat(parts).groupby("rl_step")[metric].mean()
+        ax.plot(mean.index, mean, color=colour, linestyle=line, lw=2, label=label)
+        if len(parts) > 1:
+            for part in parts:
+                ax.plot(part["rl_step"], part[metric], color=colour, lw=0.7, alpha=0.4)
+
+
+def _mark_alarms(
+    ax: Axes,
+    runs: Mapping[tuple[Any, Any], pd.DataFrame],
+    alarms: Mapping[tuple[Any, Any], Sequence[Alarm]],
+    metric: str,
+) -> None:
+    """A cross at each alarm of this metric; above the panel the first ones by name and the number of the rest."""
+    kind = _HEALTH[metric]
+    found = sorted((a.rl_step, key) for key, several in alarms.items() for a in several if a.kind == kind)
+    for step, key in found:
+        value = runs[key].loc[runs[key]["rl_step"] <= step, metric].dropna().iloc[-1]
+        ax.plot(step, value, marker="X", ms=9, color=style_of(str(key[0]))[0], markeredgecolor="black", zorder=5)
+    names = [f"step {step}, {label_of(str(v))} seed {seed}" for step, (v, seed) in found[:_NAMED_ALARMS]]
+    more = len(found) - len(names)
+    if found:
+        names[0] = f"{kind} alarm: {names[0]}"
+        names[-1] += f"; and {more} more" if more else ""
+        ax.set_title("\n".join(names), loc="left", fontsize=8)
 
 
 # ------------------------------------------------------------------------------------------ the idea

@@ -86,6 +86,7 @@ def draw_all(sample) -> list:
         plots.plot_eval_bars(table),
         plots.plot_eval_bars(table, by="family"),
         plots.plot_idea(),
+        plots.plot_health(health()).flat[0],
     ]
 
 
@@ -142,6 +143,62 @@ def test_missing_columns_are_named():
         plots.plot_learning_curves(curves(1), "entropy")
     with pytest.raises(ValueError, match="empty"):
         plots.plot_eval_bars(curves(1).iloc[:0])
+
+
+def health(n_seeds: int = 2, n_steps: int = 30) -> pd.DataFrame:
+    """Two variants; GRPO's seed 0 has broken tools from step 5 on and its entropy is not known."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for variant in ("grpo", "rapo"):
+        for seed in range(n_seeds):
+            for t in range(1, n_steps + 1):
+                broken = variant == "grpo" and seed == 0 and t >= 5
+                row = {"variant": variant, "seed": seed, "rl_step": t, "reward": rng.random() / 2 + 0.2}
+                row |= {"entropy": np.nan, "completion_tokens": 100 + rng.random()}
+                rows.append(row | {"tool_failures_frac": 1.0 if broken else 0.02, "groups_no_signal_frac": 0.2})
+    return pd.DataFrame(rows)
+
+
+@pytest.mark.case(36, 38)
+def test_health_marks_and_names_an_alarm_at_its_step_and_on_its_panel():
+    axes = plots.plot_health(health())
+    by_metric = dict(zip(plots._HEALTH_ORDER, axes.flat, strict=True))
+    failures = by_metric.pop("tool_failures_frac")
+    assert failures.get_title("left") == "tools alarm: step 7, GRPO seed 0"
+    (cross,) = [line for line in failures.lines if line.get_marker() == "X"]
+    assert (cross.get_xdata()[0], cross.get_ydata()[0]) == (7, 1.0)
+    for ax in by_metric.values():
+        assert ax.get_title("left") == "" and not [line for line in ax.lines if line.get_marker() == "X"]
+
+
+def test_health_draws_each_run_and_counts_alarms_beyond_the_named_ones():
+    table = health(n_seeds=3).assign(tool_failures_frac=1.0)
+    axes = plots.plot_health(table)
+    assert len(axes.flat[0].lines) == 2 * (1 + 3)
+    title = axes.flat[4].get_title("left")
+    assert title == "tools alarm: step 3, GRPO seed 0\nstep 3, GRPO seed 1; and 4 more"
+    labels = [t.get_text() for t in axes.flat[0].figure.legends[0].get_texts()]
+    assert labels == ["GRPO (n = 3)", "RAPO (n = 3)"]
+
+
+def test_health_says_which_metric_is_missing_or_nan_and_still_draws_the_others():
+    axes = plots.plot_health(health())
+    texts = [[t.get_text() for t in ax.texts] for ax in axes.flat]
+    assert texts[1] == ["no values:\nentropy\nis NaN everywhere"]
+    assert texts[3] == ["no values:\ntruncated_frac\nis not in the table"]
+    assert [t for i, t in enumerate(texts) if i not in (1, 3)] == [[]] * 4
+    nothing = plots.plot_health(health()[["variant", "seed", "rl_step"]])
+    assert all(ax.texts for ax in nothing.flat) and not nothing.flat[0].figure.legends
+    with pytest.raises(ValueError, match="no column 'seed'"):
+        plots.plot_health(health().drop(columns="seed"))
+    with pytest.raises(ValueError, match="empty"):
+        plots.plot_health(health().iloc[:0])
+
+
+@pytest.mark.case(42)
+def test_health_drawn_twice_is_byte_equal():
+    assert png(plots.plot_health(health()).flat[0]) == png(plots.plot_health(health()).flat[0])
+    assert png(plots.plot_health(health()).flat[0]) != png(plots.plot_health(health(n_seeds=1)).flat[0])
 
 
 @pytest.mark.case(42)
