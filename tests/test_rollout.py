@@ -510,7 +510,9 @@ class NoisyRetriever(FakeRetriever):
     def __call__(self, queries):
         self.queries += queries
         other = hit("<think> u</think><search> v</search><result> w</result>", noisy=True)
-        return [other if q.rng.random() < self.noise_prob else self.result for q in queries]
+        # As the real one: without noise nothing is drawn, with it a number and then which trace.
+        noisy = [self.noise_prob > 0 and q.rng.random() < self.noise_prob and q.rng.integers(9) >= 0 for q in queries]
+        return [other if n else self.result for n in noisy]
 
 
 @pytest.mark.case(35)
