@@ -582,7 +582,7 @@ class StepTraceBuffer:
         """
         if k < 1:
             raise ValueError(f"k is {k}; ask for at least 1 hit")
-        ranked = self._ranked(self.encoder.encode(list(texts)), k, [None] * len(texts))
+        ranked = self._ranked(_encoded(self.encoder, list(texts)), k, [None] * len(texts))
         return [[Hit(int(i), float(s)) for i, s in zip(ids[:k], scores[:k], strict=True)] for ids, scores in ranked]
 
     def audit_leaks(self, questions: Iterable[Question]) -> pd.DataFrame:
@@ -746,6 +746,18 @@ def _check_rows(rows: np.ndarray, keys: Sequence[str], encoder: Encoder) -> None
         raise ValueError(f"row {i} of {encoder.name} has length {length[i]:.4f}; an encoder gives rows of length 1")
 
 
+def _encoded(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
+    """Rows of queries (n, D), of length 1 or 0: others have no cosine, and without a number there is no neighbour."""
+    rows = encoder.encode(texts)
+    length = np.sqrt((rows.astype(np.float64) ** 2).sum(axis=1))
+    for i in np.flatnonzero(~np.isclose(length, 1.0, atol=1e-4) & (length != 0.0))[:1]:  # NaN too
+        raise ValueError(
+            f"{encoder.name} gave a row of length {length[i]:.4f} for the query {texts[i][:60]!r}; an encoder gives "
+            "rows of length 1, or of 0 for a text that says nothing"
+        )
+    return rows
+
+
 def _stored_rows(index: Any) -> np.ndarray:
     """The (N, D) rows inside the index, without a copy."""
     if not index.ntotal:
@@ -896,7 +908,7 @@ class Retriever:
         """One trace or None for each query, in order; encodes and searches all of them in one batch."""
         whole = self.unit == "trajectory"
         texts = [question_part(q.history) + "\n" if whole else q.history for q in queries]
-        rows = self.buffer.encoder.encode(texts)
+        rows = _encoded(self.buffer.encoder, texts)
         excluded = [q.question_id if self.exclude_same_question else None for q in queries]
         ranked = self.buffer._ranked(rows, 1, excluded, self._starts if whole else None)
         return [self._answer(q, row, *found) for q, row, found in zip(queries, rows, ranked, strict=True)]

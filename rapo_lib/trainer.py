@@ -520,12 +520,19 @@ def _check(policy: Policy, retriever: Any | None, config: RunConfig, method: Met
         raise ValueError(f"the retriever inserts a {retriever.unit}, method {method.name!r} needs a {method.unit}")
     if not 0 <= method.n_hybrid(config) <= config.group_size:
         raise ValueError(f"n_hybrid is {config.n_hybrid}; allowed: 0 to group_size = {config.group_size}")
-    dropout = [name for name, m in policy.model.named_modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
+    dropout = [name for name, m in policy.model.named_modules() if _drops(m)]
     if dropout:
         raise ValueError(
             f"dropout in {len(dropout)} modules ({dropout[0]}, ..): the ratio to the sampler's log-probabilities would "
-            "not start at 1; make the adapter with lora_dropout=0"
+            "not start at 1; make the adapter with lora_dropout=0, and the model with attention_dropout=0"
         )
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    """Whether a module drops values in training: as a layer, or by a setting, as for attention weights."""
+    own = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
+    attention = getattr(module, "attention_dropout", 0.0)
+    return own or (isinstance(attention, float) and attention > 0)
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], method: Method) -> dict[str, float]:
@@ -551,7 +558,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], method: Method) -> dict[str, fl
         "reward": _mean(rewards),
         "reward_on": _mean([x for x, r in zip(rewards, rollouts, strict=True) if not r.hybrid]),
         "reward_hybrid": _mean([x for x, r in zip(rewards, rollouts, strict=True) if r.hybrid]),
-        "nan_rewards": sum(math.isnan(x) for x in rewards),
+        "nan_rewards": sum(not math.isfinite(x) for x in rewards),
         "groups_no_signal_frac": groups_without_signal(torch.tensor(rewards), [r.question_id for r in rollouts]),
         "entropy": _mean(entropies),
         "retrieved_frac": _mean([r.retrieved_frac for r in helped]),
@@ -567,8 +574,8 @@ def rollout_metrics(rollouts: Sequence[Rollout], method: Method) -> dict[str, fl
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Mean without NaN; NaN when nothing is left."""
-    kept = [x for x in values if not math.isnan(x)]
+    """Mean of the finite values; NaN when there is none."""
+    kept = [x for x in values if math.isfinite(x)]
     return sum(kept) / len(kept) if kept else math.nan
 
 

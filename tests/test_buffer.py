@@ -305,6 +305,19 @@ def test_a_zero_key_is_refused_and_a_zero_query_finds_nothing():
     assert B.Retriever(buffer)([ask("unseen words only"), ask("fine")])[0] is None
 
 
+@pytest.mark.case(27, 28)
+@pytest.mark.parametrize(("x", "length"), [(float("nan"), "nan"), (float("inf"), "inf"), (0.5, "0.5000")])
+def test_a_query_row_that_is_no_unit_row_is_refused(x, length):
+    class Given(Table):
+        def encode(self, texts):
+            return np.array([self.rows[t] for t in texts], np.float32).reshape(-1, 2)
+
+    buffer = B.StepTraceBuffer.build([trace("A"), trace("B")], Given({"A": (1, 0), "B": (0, 1), "x": (x, 0)}))
+    for answer in (lambda: buffer.search(["A", "x"], 1), lambda: B.Retriever(buffer)([ask("A"), ask("x")])):
+        with pytest.raises(ValueError, match=f"table gave a row of length {length} for the query 'x'"):
+            answer()
+
+
 @pytest.mark.case(27)
 def test_an_encoder_with_rows_of_other_length_is_refused():
     class Long(Table):

@@ -427,6 +427,23 @@ def test_dropout_is_refused(tmp_path):
         w.make_trainer(policy, w.small_config(), "grpo", tmp_path)
 
 
+@pytest.mark.case(20)
+def test_dropout_of_attention_weights_is_refused(tmp_path):
+    """transformers applies it without a module of its own."""
+    model = w.make_model(w.TOKENIZER, attention_dropout=0.1)
+    policy = w.add_lora(w.Policy(model, w.TOKENIZER, w.Protocol(w.TOKENIZER), "tiny"), 4, 0)
+    with pytest.raises(ValueError, match="dropout in 2 modules .*attention_dropout=0"):
+        w.make_trainer(policy, w.small_config(), "grpo", tmp_path)
+
+
+@pytest.mark.case(16)
+def test_an_infinite_reward_counts_as_none():
+    segment = Segment("policy", (5,), (-1.0,), (0.5,))
+    rollouts = [Rollout("q", (1,), [segment], i, reward=x) for i, x in enumerate((1.0, math.inf, 0.0))]
+    row = t.rollout_metrics(rollouts, METHODS["grpo"])
+    assert (row["nan_rewards"], row["reward"]) == (1, 0.5)
+
+
 @pytest.mark.case(21)
 @pytest.mark.parametrize("method", ["rapo", "rapo_released"])
 def test_one_batch_of_8_and_4_micro_batches_of_2_give_the_same_gradient(tmp_path, method):
