@@ -65,7 +65,8 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
 
     Raises:
         RuntimeError: a tool that the questions need is missing.
-        ValueError: the folder holds a checkpoint of another configuration.
+        ValueError: the folder holds a checkpoint of another configuration, or the buffer's questions are among those
+            of the evaluation.
     """
     torch.set_num_threads(config.threads)
     method = get_method(config.method)
@@ -74,20 +75,20 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     toolbox = make_pocket_toolbox("train")
     toolbox.require(required_tools(train))
     policy = add_lora(load_policy(config.student), config.lora_r, config.seed)
-    recorder, work = Recorder(config, folder, policy, validation[: config.n_eval]), folder / WORK
-    recorder.begin(latest_checkpoint(work))
-    saving: dict[str, Any] = {"on_checkpoint": recorder.save_state}
     if method.trained_by == "sft":
         teacher = load_trajectories(config, policy.protocol, train)
-        train_sft(policy, teacher, config, work, on_update=recorder.on_update, checkpoint_every=SFT_EVERY, **saving)
+        check_disjoint([r.question_id for r in teacher], [*validation, *test])
+    retriever = make_retriever(config, method, policy.protocol, train)
+    if retriever:  # imported traces may come from any question
+        check_disjoint(retriever.buffer.question_ids + retriever.buffer.question_texts, [*validation, *test])
+    recorder, work = Recorder(config, folder, policy, validation[: config.n_eval]), folder / WORK
+    recorder.begin(latest_checkpoint(work))
+    if method.trained_by == "sft":
+        how = {"on_update": recorder.on_update, "checkpoint_every": SFT_EVERY, "on_checkpoint": recorder.save_state}
+        train_sft(policy, teacher, config, work, **how)
     else:
-        retriever = make_retriever(config, method, policy.protocol, train)
-        trainer = RAPOTrainer(
-            *(policy, train, toolbox, retriever, config, method, work),
-            on_rl_step=recorder.on_rl_step,
-            checkpoint_every=RL_EVERY,
-            **saving,
-        )
+        how = {"on_rl_step": recorder.on_rl_step, "checkpoint_every": RL_EVERY, "on_checkpoint": recorder.save_state}
+        trainer = RAPOTrainer(policy, train, toolbox, retriever, config, method, work, **how)
         trainer.train(resume_from_checkpoint=True)
     return recorder.finish(test[: config.n_final])
 
@@ -206,6 +207,8 @@ class Recorder:
             self._keep(step, rollouts)
         if due or step == last:
             self._keep_best(step, self.evaluate(step))
+        else:
+            self._write_table("metrics", pd.DataFrame(self.metrics))
         print(f"RL step {step}/{last}: reward {row['reward']:.3f}, entropy {row['entropy']:.3f}", flush=True)
         if alarm := self.guard.update(row):
             self.alarms.append(alarm.text)

@@ -621,6 +621,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if a.command == "worker":
         work(a.executor)
         return 0
+    sys.stdout.reconfigure(errors="backslashreplace")  # a path that the locale cannot write must not end the batch
     if a.command == "run":
         with FileLock(_lock_file(a.folder)):
             done = finish_run(EXECUTOR, a.folder, inputs_hash(load_config(a.folder)))

@@ -25,6 +25,8 @@ from rapo_lib.config import ROOT, RunConfig, load_profile
 from rapo_lib.driver import execute_notebook
 from rapo_lib.plots import METRICS, plot_learning_curves
 from rapo_lib.policy import load_policy
+from rapo_lib.tasks import load_pocket_questions
+from rapo_lib.traces import save_jsonl
 
 TESTS = Path(__file__).parent
 
@@ -126,6 +128,16 @@ def test_the_check_for_the_encoding_of_the_locale(call, bare):
     assert in_locale_encoding(ast.parse(call).body[0].value) == bare
 
 
+@pytest.mark.case(32, 44)
+def test_a_path_that_the_locale_cannot_write_ends_no_command(tmp_path):
+    write_notebook(tmp_path / "日本" / "smoke" / "notebooks" / "01_one.ipynb", "print(1)")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "cp1252", "RAPO_RESULTS": str(tmp_path / "日本")}
+    command = [sys.executable, "-m", "rapo_lib.runs", "html", "--profile", "smoke"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, encoding="cp1252", timeout=120)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert "\\u65e5" in done.stdout and (tmp_path / "日本" / "smoke" / "html" / "01_one.html").exists()
+
+
 # ------------------------------------------------------------------------------------- several processes
 
 ONE_STEP = """
@@ -197,6 +209,19 @@ def test_paths_with_names_beyond_ascii_and_path_objects(tmp_path, tiny_policy):
     write_notebook(folder / "cahier.ipynb", "print('π ≈ 3.14')")
     done = execute_notebook(folder / "cahier.ipynb", folder / "exécuté.ipynb")
     assert done.cells[-1].outputs[0].text == "π ≈ 3.14\n" and (folder / "exécuté.ipynb").exists()
+
+
+@pytest.mark.case(30)
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_run_refuses_imported_traces_of_evaluation_questions(tmp_path, split):
+    """Imported traces have ids of their own, so the texts of their questions tell."""
+    question = load_pocket_questions("exploration", split)[0]
+    steps = "<think> a</think><search> b</search><result> c</result>"
+    rows = [{"key": f"{text}\n", "value": steps, "reward": 1.0} for text in ("Who?", question.text.upper())]
+    save_jsonl(tmp_path / "others.jsonl", rows)
+    config = RunConfig(rl_steps=1, n_eval=1, n_final=1, buffer=str(tmp_path / "others.jsonl"))
+    with pytest.raises(ValueError, match="1 of [0-9]+ evaluation questions are in the step-trace buffer"):
+        execution.execute_run(config, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------- tools
@@ -301,10 +326,11 @@ def test_metrics_are_in_a_file_while_the_run_goes_on(tmp_path, monkeypatch):
     config = RunConfig(rl_steps=6, eval_every=2)
     recorder = execution.Recorder(config, tmp_path, SimpleNamespace(), [])
     rollout = SimpleNamespace(question_id="q", reward=1.0, retrievals=[], to_dict=dict)
-    for step in range(1, 5):  # the process dies after RL step 4
+    for step in range(1, 6):  # the process dies after RL step 5, between two evaluations
         recorder.on_rl_step({"rl_step": step, "reward": 0.1 * step, "entropy": 1.0}, [rollout])
     kept = pd.read_parquet(tmp_path / "metrics.parquet")
-    assert kept["rl_step"].tolist() == [1, 2, 3, 4] and kept["reward"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert kept["rl_step"].tolist() == [1, 2, 3, 4, 5]
+    assert kept["reward"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
 @pytest.mark.case(40)
