@@ -234,18 +234,19 @@ def _check_tokenizer(source: str, policy: Policy) -> None:
             f"{source}: the tokenizer names no end-of-sequence token; tokenizer_config.json is missing or of another "
             "model: copy it again"
         )
-    highest = max(tokenizer.get_vocab().values())
-    if highest >= rows:
-        raise ValueError(
-            f"{source}: the tokenizer has ids up to {highest}, the model has {rows} embeddings (0 to {rows - 1}); they "
-            "are of different models: copy the tokenizer's files again"
-        )
     try:
         prompt = policy.protocol.prompt_text("6 * 7?")
     except Exception as e:  # whatever a template raises, it cannot make prompts
         raise ValueError(f"{source}: the chat template is damaged or refuses the messages: {e}; copy it again") from e
     if "6 * 7?" not in prompt:
         raise ValueError(f"{source}: the chat template leaves the question out ({prompt!r:.80}); copy it again")
+    # Not the whole vocabulary: transformers adds default tokens that a model may lack and never meets.
+    used = (*policy.protocol.encode(prompt + "".join(TAGS)), tokenizer.eos_token_id)
+    if max(used) >= rows:
+        raise ValueError(
+            f"{source}: the tokenizer gives a prompt the id {max(used)}, the model has {rows} embeddings (0 to "
+            f"{rows - 1}); they are of different models: copy the tokenizer's files again"
+        )
 
 
 # ------------------------------------------------------------------------------------------- adapter
