@@ -50,7 +50,12 @@ def evaluate(
         One row a rollout: question_id, place, family, n_hard, max_steps, correct, end_reason, tokens (completion
         with observations), steps, entropy (nats, mean over the policy's tokens), and for each skill of the pocket
         world `calls_<skill>` and `right_<skill>`.
+
+    Raises:
+        ValueError: no questions.
     """
+    if not questions:
+        raise ValueError("there are no questions to evaluate on")
     requests = [RolloutRequest(q, place) for q in questions for place in range(n_samples)]
     rows = []
     for first in range(0, len(requests), BATCH):

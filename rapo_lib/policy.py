@@ -23,7 +23,7 @@ from typing import Protocol as Interface
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache
@@ -32,8 +32,9 @@ from rapo_lib.config import ROOT, child_rng
 from rapo_lib.pocket.files import checked
 from rapo_lib.traces import SYSTEM_PROMPT, TAGS, Protocol, write_text_atomic
 
-#: Beside an adapter: which base model it belongs to.
+#: Beside an adapter: which base model it belongs to, and the sha256 of its files.
 BASE_FILE = "base_model.json"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 # ---------------------------------------------------------------------------------------- the policy
 
@@ -98,15 +99,26 @@ def load_policy(
         system_prompt: default `SYSTEM_PROMPT`; empty when the tokenizer has the tags as ids of their own, since
             such a model was trained on the protocol.
 
+    Only safetensors and JSON are read: nothing is unpickled, and no code that comes with a model is run.
+
     Raises:
-        ValueError: neither a folder with a model nor a name that can be loaded, or a folder with damaged files.
+        ValueError: neither a folder with a model nor a name that can be loaded, or a folder with damaged files,
+            with weights in another format, or whose weights, config.json and tokenizer do not fit each other.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     source = _model_source(name_or_folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        # Weights of another shape are refused by _check_weights, which names them.
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     except (OSError, ValueError, SafetensorError) as e:
         first = (str(e).splitlines() or [""])[0]
         if Path(source).is_dir():
@@ -117,11 +129,32 @@ def load_policy(
             "model.safetensors and the tokenizer's files, for example load_policy('/data/Qwen2.5-0.5B-Instruct'). "
             f"The first error was: {first}"
         ) from e
+    _check_weights(source, model, report)
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{source}: the tokenizer has no chat template; copy its files again, or take an instruct model"
+        )
     if system_prompt is None:
         known = tokenizer.get_vocab()
         system_prompt = "" if all(tag in known for tag in TAGS) else SYSTEM_PROMPT
+    policy = Policy(model, tokenizer, Protocol(tokenizer, system_prompt), Path(str(name_or_folder)).name)
+    _check_tokenizer(source, policy)
     model.to(device).eval()
-    return Policy(model, tokenizer, Protocol(tokenizer, system_prompt), Path(str(name_or_folder)).name)
+    return policy
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder, compared with its checksums when it is a shipped one.
+
+    Raises:
+        ValueError: a folder without a tokenizer, or with a damaged one.
+    """
+    checked(folder)
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as e:
+        first = (str(e).splitlines() or [""])[0]
+        raise ValueError(f"{folder} holds no complete tokenizer ({first}); copy its files again") from e
 
 
 def _model_source(name_or_folder: str | Path) -> str:
@@ -129,8 +162,91 @@ def _model_source(name_or_folder: str | Path) -> str:
         if folder.is_dir():
             if not (folder / "config.json").is_file():
                 raise ValueError(f"the folder {folder} holds no config.json, so it is no model folder")
-            return str(checked(folder.resolve()))
+            return str(_check_folder(checked(folder.resolve())))
+        if folder.is_file():
+            raise ValueError(f"{folder} is a file; pass the folder that holds config.json and model.safetensors")
     return str(name_or_folder)
+
+
+def _check_folder(folder: Path) -> Path:
+    """Refuse a model folder with what transformers would pass over in silence."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"):
+        if (folder / name).is_file():
+            _read_json(folder / name)
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds an adapter beside the model (adapter_config.json); load_policy loads a plain model: move "
+            "the adapter to a folder of its own and give it to load_adapter"
+        )
+    if not any(folder.glob("*.safetensors")):
+        other = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".h5"))
+        found = f"its weights are in {other[0]}, which would have to be unpickled" if other else "it holds no weights"
+        raise ValueError(
+            f"{folder}: {found}; model.safetensors is expected: take the safetensors files of the model, or convert it "
+            "where you trust it, with save_pretrained"
+        )
+    for path in sorted(folder.glob("*.safetensors")):
+        _read_shapes(path)
+    return folder
+
+
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of a safetensors file, from its header alone."""
+    try:
+        with safe_open(str(path), "pt") as f:
+            return {key: tuple(f.get_slice(key).get_shape()) for key in f.keys()}
+    except SafetensorError as e:
+        raise ValueError(f"{path} is damaged: expected a complete safetensors file, found {e}; copy it again") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is damaged: expected JSON, found {e}; copy the file again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: expected a JSON object, found {type(found).__name__}; copy it again")
+    return found
+
+
+def _check_weights(source: str, model: Any, report: dict[str, Any]) -> None:
+    """Refuse weights that are not those of the configuration: transformers makes random ones of what is missing."""
+    faults = []
+    if missing := sorted(report["missing_keys"]):
+        faults.append(f"{len(missing)} weights are missing (first: {missing[0]})")
+    if unexpected := sorted(report["unexpected_keys"]):
+        faults.append(f"{len(unexpected)} are there that it does not have (first: {unexpected[0]})")
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, found, want = mismatched[0]
+        faults.append(f"{len(mismatched)} have another shape (first: {name}, {list(found)}, expected {list(want)})")
+    if faults:
+        raise ValueError(
+            f"{source}: the weights do not fit config.json, which describes a {type(model).__name__}: "
+            f"{'; '.join(faults)}; take config.json and model.safetensors from one and the same model"
+        )
+
+
+def _check_tokenizer(source: str, policy: Policy) -> None:
+    """Refuse a tokenizer that belongs to another model or lost a file."""
+    tokenizer, rows = policy.tokenizer, policy.base.get_input_embeddings().weight.shape[0]
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"{source}: the tokenizer names no end-of-sequence token; tokenizer_config.json is missing or of another "
+            "model: copy it again"
+        )
+    try:
+        prompt = policy.protocol.prompt_text("6 * 7?")
+    except Exception as e:  # whatever a template raises, it cannot make prompts
+        raise ValueError(f"{source}: the chat template is damaged or refuses the messages: {e}; copy it again") from e
+    if "6 * 7?" not in prompt:
+        raise ValueError(f"{source}: the chat template leaves the question out ({prompt!r:.80}); copy it again")
+    # Not the whole vocabulary: transformers adds default tokens that a model may lack and never meets.
+    used = (*policy.protocol.encode(prompt + "".join(TAGS)), tokenizer.eos_token_id)
+    if max(used) >= rows:
+        raise ValueError(
+            f"{source}: the tokenizer gives a prompt the id {max(used)}, the model has {rows} embeddings (0 to "
+            f"{rows - 1}); they are of different models: copy the tokenizer's files again"
+        )
 
 
 # ------------------------------------------------------------------------------------------- adapter
@@ -169,7 +285,8 @@ def save_adapter(policy: Policy, folder: str | Path) -> None:
         raise ValueError(f"policy {policy.name!r} has no adapter to save; add_lora makes one")
     # "auto" would ask the hub whether the vocabulary grew; it never does here
     policy.model.save_pretrained(str(folder), save_embedding_layers=False)
-    base = {"name": policy.name, "checksum": base_checksum(policy)}
+    sums = {name: _sha256(Path(folder) / name) for name in ADAPTER_FILES}
+    base = {"name": policy.name, "checksum": base_checksum(policy), "sha256": sums}
     write_text_atomic(Path(folder) / BASE_FILE, json.dumps(base, indent=1) + "\n")
 
 
@@ -182,28 +299,52 @@ def load_adapter(policy: Policy, folder: str | Path, *, trainable: bool = False)
         trainable: whether training goes on.
 
     Raises:
-        ValueError: the folder holds no adapter, it was trained on another base model, some of its weights are
-            missing, or the policy has an adapter already.
+        ValueError: the folder holds no adapter or a damaged one, it was trained on another base model, some of its
+            weights are missing or of another rank, or the policy has an adapter already.
     """
     from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import safe_open
 
     folder = Path(folder)
     _refuse_second_adapter(policy)
+    keys = _check_adapter(policy, folder)
+    model = PeftModel.from_pretrained(policy.model, str(folder), is_trainable=trainable)
+    lost = set(get_peft_model_state_dict(model, save_embedding_layers=False)) ^ keys
+    if lost:
+        raise ValueError(f"the adapter in {folder} does not fit the model; first weight on one side only: {min(lost)}")
+    return Policy(model.eval(), policy.tokenizer, policy.protocol, policy.name)
+
+
+def _check_adapter(policy: Policy, folder: Path) -> set[str]:
+    """Refuse an adapter that is damaged or not of this policy before anything is put on it; returns its weights."""
     if not (folder / BASE_FILE).is_file():
         raise ValueError(f"{folder} holds no {BASE_FILE}, so it is no adapter written by save_adapter")
-    saved = json.loads((folder / BASE_FILE).read_text(encoding="utf-8"))
+    saved = _read_json(folder / BASE_FILE)
+    if absent := {"name", "checksum", "sha256"} - set(saved):
+        raise ValueError(
+            f"{folder / BASE_FILE} lacks {min(absent)}: damaged, or written by an older version; train the run again"
+        )
+    for name in ADAPTER_FILES:
+        # PEFT would take adapter_model.bin, a pickle, where the safetensors file is missing.
+        got = _sha256(folder / name) if (folder / name).is_file() else "missing"
+        if got != (want := saved["sha256"].get(name)):
+            raise ValueError(f"{folder / name}: sha256 is {got}, expected {want}; copy it again or train the run again")
     if saved["checksum"] != base_checksum(policy):
         raise ValueError(
             f"the adapter in {folder} was trained on {saved['name']!r} (checksum {saved['checksum']}), but the policy "
             f"is {policy.name!r} (checksum {base_checksum(policy)}); load the adapter's own base model"
         )
-    model = PeftModel.from_pretrained(policy.model, str(folder), is_trainable=trainable)
-    with safe_open(str(folder / "adapter_model.safetensors"), "pt") as f:
-        lost = set(get_peft_model_state_dict(model, save_embedding_layers=False)) ^ set(f.keys())
-    if lost:
-        raise ValueError(f"the adapter in {folder} does not fit the model; first weight on one side only: {min(lost)}")
-    return Policy(model.eval(), policy.tokenizer, policy.protocol, policy.name)
+    rank, shapes = _read_json(folder / ADAPTER_FILES[0]).get("r"), _read_shapes(folder / ADAPTER_FILES[1])
+    for key, shape in shapes.items():
+        if ".lora_A." in key and shape[0] != rank:
+            raise ValueError(
+                f"the adapter in {folder} has rank {rank} by {ADAPTER_FILES[0]}, but {key} has rank {shape[0]}; take "
+                "both files from one and the same adapter"
+            )
+    return set(shapes)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _refuse_second_adapter(policy: Policy) -> None:

@@ -1,7 +1,8 @@
 """Collect the committed results: `python -m rapo_lib.reference PROFILE` fills results/reference/.
 
 It copies what a finished profile left (executed notebooks, tables, figures, the metrics of its runs, the
-rollouts of two runs), writes MANIFEST.json beside them, and sets the result table of README.md.
+rollouts of two runs), writes MANIFEST.json with the sha256 of each file beside them, and sets the result table of
+README.md. `--check` compares the files with their sums, `--sums` writes the sums of the files as they are.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import torch
 
 from rapo_lib.config import PROFILES, RESULTS, ROOT
 from rapo_lib.driver import NOTEBOOKS, cells_hash, stamp_of
+from rapo_lib.pocket.files import checksums, compare_checksums
 from rapo_lib.traces import write_text_atomic
 
 REFERENCE = RESULTS / "reference"
+MANIFEST = "MANIFEST.json"
 PACKAGES = ("torch", "transformers", "trl", "peft", "faiss-cpu", "pydantic-monty", "papermill", "jupyterlab", "pandas")
 RUN_FILES = ("config.json", "metrics.parquet", "evals.parquet", "final.parquet", "done.json")
 #: Variants whose first seed keeps its rollouts.
@@ -60,8 +63,7 @@ def collect(profile: str, source: Path | None = None, target: Path = REFERENCE) 
     runs = sorted(p.parent for p in (source / "runs").rglob("done.json"))
     for run in runs:
         _copy_run(run, target / run.relative_to(source))
-    manifest = make_manifest(profile, notebooks, stamps, runs)
-    write_text_atomic(target / "MANIFEST.json", json.dumps(manifest, indent=1) + "\n")
+    manifest = write_manifest(target, make_manifest(profile, notebooks, stamps, runs))
     size = sum(p.stat().st_size for p in target.rglob("*") if p.is_file())
     if size > MAX_BYTES:
         raise ValueError(f"{target} has {size / 1e6:.1f} MB; at most {MAX_BYTES / 1e6:.0f} MB are committed")
@@ -102,6 +104,56 @@ def make_manifest(profile: str, notebooks: dict[str, str], stamps: dict[str, dic
     }
 
 
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Write MANIFEST.json with the sha256 of every other file of the folder, and return it."""
+    manifest = {k: v for k, v in manifest.items() if k != "files"} | {"files": checksums(folder, MANIFEST)}
+    write_text_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+def read_manifest(folder: Path = REFERENCE) -> dict[str, Any]:
+    """MANIFEST.json of collected results.
+
+    Raises:
+        ValueError: it is missing or damaged.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except OSError:
+        raise ValueError(f"{folder / MANIFEST} is missing; {_remedy(folder)}") from None
+    except ValueError as e:
+        raise ValueError(f"{folder / MANIFEST} is damaged: expected JSON, found {e}; {_remedy(folder)}") from None
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{folder / MANIFEST} is damaged: expected an object, found {manifest!r:.80}")
+    return manifest
+
+
+def verify_reference(folder: Path = REFERENCE) -> int:
+    """Compare collected results with the sums in their manifest.
+
+    Args:
+        folder: where they lie.
+
+    Returns:
+        The number of files.
+
+    Raises:
+        ValueError: names the first file that differs, is missing or is not expected, with both sums.
+    """
+    sums = read_manifest(folder).get("files")
+    if not isinstance(sums, dict) or not sums:
+        raise ValueError(
+            f"{folder / MANIFEST} holds no sums of files (`files` is {sums!r:.40}); {_remedy(folder)}, or run "
+            "python -m rapo_lib.reference --sums when you know that the files are right"
+        )
+    compare_checksums(folder, sums, MANIFEST, _remedy(folder))
+    return len(sums)
+
+
+def _remedy(folder: Path) -> str:
+    return f"restore {folder.name}/ from the repository, or collect it again with python -m rapo_lib.reference PROFILE"
+
+
 def set_readme(table: str, readme: Path = ROOT / "README.md") -> None:
     """Put the result table between README's two marks.
 
@@ -114,8 +166,26 @@ def set_readme(table: str, readme: Path = ROOT / "README.md") -> None:
     write_text_atomic(readme, README_BLOCK.sub(lambda m: m[1] + table.strip() + "\n" + m[2], text))
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    """`python -m rapo_lib.reference PROFILE | --check | --sums`."""
     parser = argparse.ArgumentParser(prog="python -m rapo_lib.reference", description=__doc__)
-    parser.add_argument("profile", choices=PROFILES)
-    print(json.dumps(collect(parser.parse_args().profile), indent=1))
-    set_readme((REFERENCE / "tables" / "readme.md").read_text(encoding="utf-8"))
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("profile", nargs="?", choices=PROFILES, help="collect the results of this profile")
+    what.add_argument("--check", action="store_true", help="compare the files with the sums in MANIFEST.json")
+    what.add_argument("--sums", action="store_true", help="write the sums of the files as they are into MANIFEST.json")
+    a = parser.parse_args(arguments)
+    if a.profile:
+        manifest = collect(a.profile)
+        print(json.dumps({k: v for k, v in manifest.items() if k != "files"}, indent=1))
+        set_readme((REFERENCE / "tables" / "readme.md").read_text(encoding="utf-8"))
+        return
+    try:
+        if a.sums:
+            write_manifest(REFERENCE, read_manifest(REFERENCE))
+        print(f"{verify_reference(REFERENCE)} files in {REFERENCE} have the sums of {MANIFEST}")
+    except ValueError as e:
+        parser.exit(1, f"{e}\n")
+
+
+if __name__ == "__main__":
+    main()

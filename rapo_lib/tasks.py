@@ -5,6 +5,8 @@ Notebook 01 shows them. Loaders: JSONL, the pocket sets, verl-format parquet, an
 
 from __future__ import annotations
 
+import codecs
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,9 +65,29 @@ def load_questions(path: Path | str) -> list[Question]:
 
     Raises:
         ValueError: names file, row and column when one is missing, empty, of another type or unknown, or an
-            id stands twice.
+            id stands twice; or a path that is no file, or a file that is no JSONL in UTF-8.
     """
-    return make_questions(load_jsonl(path), str(path))
+    _check_file(path, "a JSONL file, one question a line")
+    try:
+        return make_questions(load_jsonl(path), str(path))
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not in UTF-8 ({e.reason} at byte {e.start}); save it as UTF-8") from None
+    except RecursionError:
+        raise ValueError(f"{path}: a line is nested too deeply to be a question; make the file again") from None
+
+
+def _check_file(path: Path | str, expected: str) -> None:
+    """Refuse what is no file with content, and a byte-order mark, which is no part of JSON."""
+    path = Path(path)
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise ValueError(f"{path} {found}; expected {expected}")
+    with open(path, "rb") as f:
+        head = f.read(3)
+    if not head:
+        raise ValueError(f"{path} is empty and holds no questions; expected {expected}")
+    if head == codecs.BOM_UTF8 or head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise ValueError(f"{path} begins with a byte-order mark; save it as UTF-8 without one")
 
 
 def make_questions(rows: Iterable[Mapping[str, Any]], source: str) -> list[Question]:
@@ -90,6 +112,10 @@ def make_questions(rows: Iterable[Mapping[str, Any]], source: str) -> list[Quest
 
 
 def _check_row(row: Mapping[str, Any], where: str) -> None:
+    if not isinstance(row, Mapping):
+        raise ValueError(
+            f"{where}: {row!r:.60} is {type(row).__name__}, expected a mapping with {', '.join(_REQUIRED)}"
+        )
     for name in row:
         if name not in _COLUMNS:
             raise ValueError(f"{where}, column {name}: unknown; allowed: {', '.join(_COLUMNS)}")
@@ -106,6 +132,8 @@ def _check_row(row: Mapping[str, Any], where: str) -> None:
         values = [row[name]] if isinstance(row[name], str) else row[name]
         if not values or not all(isinstance(v, str) and v.strip() for v in values):
             raise ValueError(f"{where}, column {name}: {row[name]!r} is empty or holds something that is no text")
+        if any("\ud800" <= c <= "\udfff" for v in values for c in v):
+            raise ValueError(f"{where}, column {name}: holds a broken character (half of a surrogate pair)")
     if row.get("max_steps") is not None and row["max_steps"] < 1:
         raise ValueError(f"{where}, column max_steps: {row['max_steps']}; at least 1, or null")
 
@@ -128,24 +156,62 @@ def load_pocket_questions(regime: str, split: str) -> list[Question]:
 def load_verl_questions(path: Path | str, split: str = "") -> list[Question]:
     """Read verl-format parquet: `prompt` (chat messages), `reward_model.ground_truth`, `extra_info`.
 
+    The ground truth is a text, a number, a list of these, or `{"target": ..}` around one of them (Search-R1).
+
     Raises:
-        ValueError: names file, row and column that lack.
+        ValueError: names file, row and column that lack or hold something else, or a path that is no parquet file.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    def row_of(n: int, r: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            users = [m["content"] for m in r["prompt"] if m["role"] == "user"]
-            gold = r["reward_model"]["ground_truth"]
-        except (KeyError, TypeError) as e:
-            need = "needs prompt and reward_model.ground_truth"
-            raise ValueError(f"{path}, row {n}: not verl format ({e!r}); {need}") from None
-        info = dict(r.get("extra_info") or {})
-        answer = [str(a) for a in gold] if isinstance(gold, list) else str(gold)
-        name = f"{r.get('data_source') or 'row'}-{info.get('index', n)}"
-        return {"id": name, "text": "\n".join(users), "answer": answer, "split": split, "info": info}
+    _check_file(path, "a parquet file in verl format")
+    try:
+        table = pq.ParquetFile(path).read()
+        found = table.to_pylist()
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as e:
+        raise ValueError(f"{path} is no complete parquet file ({e}); copy it again") from None
+    if absent := [name for name in ("prompt", "reward_model") if name not in table.column_names]:
+        raise ValueError(
+            f"{path}: not verl format: no column {absent[0]}; it has {', '.join(table.column_names) or 'no columns'}, "
+            "and needs prompt and reward_model.ground_truth"
+        )
+    rows = (_verl_row(r, f"{path}, row {n}", n, split) for n, r in enumerate(found, 1))
+    return make_questions(rows, str(path))
 
-    return make_questions((row_of(n, r) for n, r in enumerate(pq.read_table(path).to_pylist(), 1)), str(path))
+
+def _verl_row(r: Mapping[str, Any], where: str, n: int, split: str) -> dict[str, Any]:
+    try:
+        users = [m["content"] for m in r["prompt"] if m["role"] == "user"]
+        gold = r["reward_model"]["ground_truth"]
+    except (KeyError, TypeError) as e:
+        need = "needs prompt (a list of role and content) and reward_model.ground_truth"
+        raise ValueError(f"{where}: not verl format ({e!r}); {need}") from None
+    if not users or not all(isinstance(u, str) for u in users):
+        raise ValueError(
+            f"{where}, column prompt: expected a message of role user whose content is text, found {users!r:.60}"
+        )
+    info = r.get("extra_info") or {}
+    if not isinstance(info, Mapping):
+        raise ValueError(f"{where}, column extra_info: {info!r:.60} is {type(info).__name__}, expected fields or null")
+    if isinstance(gold, Mapping) and set(gold) == {"target"}:
+        gold = gold["target"]
+    name = f"{r.get('data_source') or 'row'}-{info.get('index', n)}"
+    answer = _gold(gold, f"{where}, column reward_model.ground_truth")
+    return {"id": name, "text": "\n".join(users), "answer": answer, "split": split, "info": dict(info)}
+
+
+def _gold(value: Any, where: str) -> str | list[str]:
+    """A gold answer as text, or several; what is neither text nor number would become a wrong one."""
+    if isinstance(value, list):
+        if any(isinstance(v, list) for v in value):
+            raise ValueError(f"{where}: {value!r:.60} holds lists; expected text or numbers")
+        return [_gold(v, where) for v in value]
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number and not isinstance(value, str):
+        raise ValueError(
+            f"{where}: {value!r:.60} is {type(value).__name__}; expected text, a number, or a list of these"
+        )
+    return str(value)
 
 
 def load_hub_questions(
@@ -159,18 +225,31 @@ def load_hub_questions(
         text: column of the question.
         answer: column of the gold answer; of GSM8K's worked solutions only what follows `####` counts.
         kwargs: passed to `datasets.load_dataset`.
+
+    Raises:
+        ValueError: a data set that cannot be loaded, a column that lacks, or a row without text or gold answer; or
+            trust_remote_code: no code that comes with data is run.
     """
     import datasets
 
-    data = datasets.load_dataset(name, split=split, **kwargs)
+    if "trust_remote_code" in kwargs:
+        raise ValueError("trust_remote_code is never passed on: no code that comes with data is run; leave it out")
+    try:
+        data = datasets.load_dataset(name, split=split, **kwargs)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
+        first = (str(e).splitlines() or [""])[0]
+        raise ValueError(f"cannot load the data set {name!r}, split {split!r}: {first}") from e
     for column in (text, answer):
         if column not in data.column_names:
             raise ValueError(f"{name}: no column {column!r}; it has {', '.join(data.column_names)}")
 
-    def gold(value: Any) -> Any:
-        return [str(v) for v in value] if isinstance(value, list) else str(value).rsplit("####", 1)[-1].strip()
+    def row_of(n: int, r: Mapping[str, Any]) -> dict[str, Any]:
+        value = r[answer]
+        value = value.rsplit("####", 1)[-1].strip() if isinstance(value, str) else value
+        gold = _gold(value, f"{name}, {split}, row {n + 1}, column {answer}")
+        return {"id": f"{name}-{split}-{n}", "text": r[text], "answer": gold}
 
-    rows = ({"id": f"{name}-{split}-{n}", "text": r[text], "answer": gold(r[answer])} for n, r in enumerate(data))
+    rows = (row_of(n, r) for n, r in enumerate(data))
     return make_questions(rows, f"{name}, {split}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import warnings
 
@@ -9,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from rapo_lib import guard, tasks
 from rapo_lib.guard import KEYS, KINDS, METRIC_OF, CollapseGuard, find_alarms
 from rapo_lib.reference import REFERENCE
 from rapo_lib.rollout import RolloutRequest, SamplingLimits, sample_rollouts
@@ -146,18 +148,18 @@ def test_two_alarms_of_one_row_come_one_after_the_other():
 def test_a_resumed_run_that_replays_its_rows_goes_on_exactly():
     rows = log(30, reward=[0.0] * 10, truncated_frac=[1.0] * 3)
     for cut in range(len(rows)):
-        guard = CollapseGuard()
-        before = [a for row in rows[:cut] if (a := guard.update(row))]
+        watch = CollapseGuard()
+        before = [a for row in rows[:cut] if (a := watch.update(row))]
         again = CollapseGuard()
         assert [a for row in rows[:cut] if (a := again.update(row))] == before
         assert [a for row in rows[cut:] if (a := again.update(row))] == find_alarms(rows)[len(before) :]
 
 
 def test_rows_that_overlap_are_refused():
-    guard = CollapseGuard()
-    guard.update({"rl_step": 4})
+    watch = CollapseGuard()
+    watch.update({"rl_step": 4})
     with pytest.raises(ValueError, match="RL step 4 came after RL step 4; give each row once and in order"):
-        guard.update({"rl_step": 4})
+        watch.update({"rl_step": 4})
 
 
 def test_every_kind_has_its_metric():
@@ -206,7 +208,7 @@ def write(policy, questions, toolbox, limits=None):
 
 @pytest.mark.case(36)
 def test_a_tool_that_always_fails_warns_in_a_rollout_and_alarms_the_guard(tiny_policy, questions, script):
-    toolbox, guard, alarms = Toolbox([BrokenTool()], warn_after=8), CollapseGuard(), []
+    toolbox, watch, alarms = Toolbox([BrokenTool()], warn_after=8), CollapseGuard(), []
     with pytest.warns(RuntimeWarning, match="search: all 8 calls failed; first error: ConnectionError: no route"):
         for step in (1, 2, 3):
             script(tiny_policy, [[SEARCH, ANSWER]] * 4)
@@ -214,7 +216,7 @@ def test_a_tool_that_always_fails_warns_in_a_rollout_and_alarms_the_guard(tiny_p
             calls = [s for r in rollouts for s in r.tool_calls]
             assert all(r.end_reason == "answer" for r in rollouts)
             share = sum(not s.info["ok"] for s in calls) / len(calls)
-            alarms.append(guard.update({"rl_step": step, "tool_failures_frac": share}))
+            alarms.append(watch.update({"rl_step": step, "tool_failures_frac": share}))
     assert alarms[:2] == [None, None] and alarms[2].kind == "tools"
     assert "at least 100% of all tool calls failed" in alarms[2].text
 
@@ -279,3 +281,8 @@ def test_a_call_that_only_differs_in_blanks_and_a_tool_result_that_is_empty_end_
     script(tiny_policy, [[SEARCH, SEARCH.replace("<search> ", "<search>   "), ANSWER]] * 4)
     (r, *_) = write(tiny_policy, questions[:1], Toolbox([Silent()])).rollouts
     assert [s.info["repeats"] for s in r.tool_calls] == [1, 2] and r.end_reason == "answer"
+
+
+def test_docstring_examples():
+    for module in (guard, tasks):
+        assert doctest.testmod(module).failed == 0 < doctest.testmod(module).attempted

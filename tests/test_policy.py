@@ -281,5 +281,5 @@ def test_a_damaged_model_folder_is_named(tmp_path, tiny_policy):
     load_policy(tmp_path)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
-    with pytest.raises(ValueError, match=f"{tmp_path} holds no complete model"):
+    with pytest.raises(ValueError, match=f"{weights} is damaged: expected a complete safetensors file"):
         load_policy(tmp_path)

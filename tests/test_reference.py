@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import json
-
 import nbformat
 import pytest
 
 from rapo_lib.config import ROOT
 from rapo_lib.driver import NOTEBOOKS, cells_hash
-from rapo_lib.reference import MAX_BYTES, README_BLOCK, REFERENCE, collect, set_readme
+from rapo_lib.reference import (
+    MAX_BYTES,
+    README_BLOCK,
+    REFERENCE,
+    collect,
+    main,
+    read_manifest,
+    set_readme,
+    verify_reference,
+    write_manifest,
+)
 
 
 @pytest.fixture(scope="module")
 def manifest() -> dict:
-    return json.loads((REFERENCE / "MANIFEST.json").read_text(encoding="utf-8"))
+    return read_manifest()
 
 
 @pytest.mark.case(39, 40)
@@ -25,6 +33,74 @@ def test_executed_copies_were_made_from_the_notebooks_as_they_stand(manifest):
         copy = nbformat.read(REFERENCE / "notebooks" / f"{name}.ipynb", as_version=4)
         assert cells_hash(copy) == sources[name]
         assert all(c.execution_count for c in copy.cells if c.cell_type == "code" and c.source.strip())
+
+
+def test_every_file_has_the_sum_that_the_manifest_says():
+    assert verify_reference() == sum(p.is_file() for p in REFERENCE.rglob("*")) - 1  # MANIFEST.json itself
+
+
+@pytest.fixture
+def collected(tmp_path):
+    """A small folder of results with its manifest."""
+    for name, text in (("tables/a.csv", "1,2"), ("tables/b.csv", "3,4"), ("runs/x/done.json", "{}")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    write_manifest(tmp_path, {"profile": "smoke"})
+    return tmp_path
+
+
+def test_a_manifest_keeps_what_it_says_when_its_sums_are_written_again(collected):
+    first = read_manifest(collected)
+    assert list(first) == ["profile", "files"] and list(first["files"]) == [
+        "runs/x/done.json",
+        "tables/a.csv",
+        "tables/b.csv",
+    ]
+    assert write_manifest(collected, first) == first == read_manifest(collected)
+    assert verify_reference(collected) == 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda d: (d / "tables/a.csv").write_text("1,"),
+            r"tables/a.csv: sha256 is [0-9a-f]{64}, expected [0-9a-f]{64}",
+        ),
+        (lambda d: (d / "tables/a.csv").write_text("1,3"), r"tables/a.csv: sha256 is [0-9a-f]{64}, expected"),
+        (
+            lambda d: (d / "tables/a.csv").write_text("3,4"),
+            r"a.csv: sha256 is [0-9a-f]{64} \(that of tables/b.csv\), exp",
+        ),
+        (lambda d: (d / "runs/x/done.json").unlink(), "runs/x/done.json: sha256 is missing, expected [0-9a-f]{64}"),
+        (
+            lambda d: (d / "tables/c.csv").write_text(""),
+            "tables/c.csv is there, but no such file is expected; remove it",
+        ),
+        (lambda d: (d / "MANIFEST.json").unlink(), "MANIFEST.json is missing; restore"),
+        (lambda d: (d / "MANIFEST.json").write_text('{"fil'), "MANIFEST.json is damaged: expected JSON"),
+        (lambda d: (d / "MANIFEST.json").write_text("[]"), r"MANIFEST.json is damaged: expected an object, found \[\]"),
+        (lambda d: (d / "MANIFEST.json").write_text("{}"), "holds no sums of files .*reference --sums"),
+    ],
+)
+def test_damage_is_named_with_both_sums(collected, damage, message):
+    damage(collected)
+    with pytest.raises(ValueError, match=message):
+        verify_reference(collected)
+
+
+def test_the_command_checks_and_fails_with_the_file(collected, monkeypatch, capsys):
+    monkeypatch.setattr("rapo_lib.reference.REFERENCE", collected)
+    main(["--check"])
+    assert "3 files in" in capsys.readouterr().out
+    (collected / "tables/a.csv").write_text("other", encoding="utf-8")
+    with pytest.raises(SystemExit, match="1"):
+        main(["--check"])
+    assert "tables/a.csv: sha256 is" in capsys.readouterr().err
+    main(["--sums"])
+    main(["--check"])
+    with pytest.raises(SystemExit, match="2"):
+        main([])
 
 
 def test_reference_is_at_most_30_mb():

@@ -73,7 +73,7 @@ def test_verl_parquet(tmp_path):
     (question,) = load_verl_questions(tmp_path / "a.parquet", "train")
     assert question == Question("nq-7", "capital of Mora?", ("Lumiro", "lumiro"), split="train", info={"index": 7})
     pq.write_table(pa.Table.from_pylist([{"prompt": row["prompt"]}]), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match="b.parquet, row 1: not verl format"):
+    with pytest.raises(ValueError, match="b.parquet: not verl format: no column reward_model; it has prompt"):
         load_verl_questions(tmp_path / "b.parquet")
 
 
