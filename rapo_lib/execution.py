@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from transformers import AutoTokenizer
 
 from rapo_lib.buffer import TOP_K, Retriever, StepTraceBuffer, import_traces_jsonl, make_traces, select_trajectories
 from rapo_lib.checkpoints import latest_checkpoint, refuse_other_run
@@ -25,7 +24,7 @@ from rapo_lib.evaluate import evaluate, summarise_skills
 from rapo_lib.guard import CollapseGuard
 from rapo_lib.methods import Method, get_method
 from rapo_lib.pocket.files import POCKET, checked
-from rapo_lib.policy import Policy, add_lora, load_policy, save_adapter
+from rapo_lib.policy import Policy, add_lora, load_policy, load_tokenizer, save_adapter
 from rapo_lib.rollout import SamplingLimits
 from rapo_lib.runs import WORK, buffer_paths
 from rapo_lib.tasks import Question, check_disjoint, load_pocket_questions, required_tools
@@ -108,7 +107,7 @@ def protocol_of(path: Path, protocol: Protocol) -> Protocol:
     """Whose ids a file of trajectories holds: the pocket tokenizer's for those that ship, else the policy's own."""
     if path.parent != POCKET / "trajectories":
         return protocol
-    return Protocol(AutoTokenizer.from_pretrained(POCKET / "tokenizer"))
+    return Protocol(load_tokenizer(POCKET / "tokenizer"))
 
 
 def make_buffer(config: RunConfig, protocol: Protocol, questions: Sequence[Question]) -> StepTraceBuffer:

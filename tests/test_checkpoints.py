@@ -1,8 +1,11 @@
 """Checkpoints: whole or not there, checked, without pickles, and exact."""
 
 import json
+import os
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -158,3 +161,26 @@ def test_sft_goes_on_from_its_checkpoint(tmp_path):
     assert [row["update"] for row in logs["whole"]] == list(range(1, 10)) and logs["parts"] == logs["whole"]
     a, b = (w.adapter(policies[name]) for name in ("whole", "parts"))
     assert all(p.equal(b[n]) for n, p in a.items())
+
+
+def test_nothing_is_unpickled_in_training_and_resuming(tmp_path):
+    """In a process of its own, since an audit hook stays for good."""
+    code = """
+import sys
+events = []
+sys.addaudithook(lambda name, args: events.append(args) if name == "pickle.find_class" else None)
+import test_checkpoints as own
+from pathlib import Path
+own.train(Path(sys.argv[1]), rl_steps=2)
+(Path(sys.argv[1]) / "checkpoint-4" / "complete.json").unlink()
+assert own.train(Path(sys.argv[1]), rl_steps=2).state.global_step == 4
+assert events == [], events
+import pickle
+pickle.loads(pickle.dumps(Path))
+assert len(events) == 1, "the hook does not see what it should"
+"""
+    tests = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr[-2000:]

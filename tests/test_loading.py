@@ -156,7 +156,7 @@ print("nothing unpickled")
 """
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], env=env, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], env=env, capture_output=True, encoding="utf-8"
     )
     assert done.returncode == 0 and "nothing unpickled" in done.stdout, done.stderr[-2000:]
 
@@ -357,11 +357,17 @@ FOREIGN = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
         (lambda d: cut(d / "generation_config.json"), "generation_config.json is damaged: expected JSON"),
         (lambda d: cut(d / "tokenizer_config.json"), "tokenizer_config.json is damaged: expected JSON"),
         (lambda d: cut(d / "tokenizer.json"), "tokenizer.json is damaged: expected JSON"),
-        (lambda d: (d / "config.json").write_text("[1]"), "config.json is damaged: expected a JSON object, found list"),
+        (
+            lambda d: (d / "config.json").write_text("[1]", encoding="utf-8"),
+            "config.json is damaged: expected a JSON object, found list",
+        ),
         (lambda d: (d / "tokenizer.json").unlink(), "holds no complete model"),
         (lambda d: (d / "chat_template.jinja").unlink(), "the tokenizer has no chat template"),
-        (lambda d: (d / "chat_template.jinja").write_text("{% for"), "the chat template is damaged"),
-        (lambda d: (d / "chat_template.jinja").write_text("hello"), "the chat template leaves the question out"),
+        (lambda d: (d / "chat_template.jinja").write_text("{% for", encoding="utf-8"), "the chat template is damaged"),
+        (
+            lambda d: (d / "chat_template.jinja").write_text("hello", encoding="utf-8"),
+            "the chat template leaves the question out",
+        ),
         (lambda d: edit(d / "config.json", model_type="xx"), "model type `xx`"),
         (
             lambda d: edit(d / "config.json", num_hidden_layers=3, layer_types=FULL * 3),
@@ -380,7 +386,7 @@ FOREIGN = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
             r"6 have another shape \(first: model.layers.0.mlp.down_proj.weight, \[32, 48\], expected \[32, 24\]\)",
         ),
         (lambda d: edit(d / "config.json", tie_word_embeddings=False), r"1 weights are missing \(first: lm_head"),
-        (lambda d: (d / "adapter_config.json").write_text("{}"), "holds an adapter beside the model"),
+        (lambda d: (d / "adapter_config.json").write_text("{}", encoding="utf-8"), "holds an adapter beside the model"),
         (
             lambda d: edit(d / "config.json", model_type="x", auto_map=FOREIGN),
             "contains custom code",

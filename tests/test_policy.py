@@ -1,5 +1,7 @@
 """Policies, adapters, the two decoders and token sampling."""
 
+import hashlib
+import json
 import copy
 
 import numpy as np
@@ -176,6 +178,9 @@ def test_an_adapter_with_another_set_of_weights_is_refused(tmp_path, tiny_tokeni
     name = min(weights)
     first = weights.pop(name) if change == "missing" else weights[name].clone()
     save_file(weights if change == "missing" else {**weights, name.replace("layers.0", "layers.7"): first}, path)
+    base = json.loads((tmp_path / "base_model.json").read_text(encoding="utf-8"))
+    base["sha256"][path.name] = hashlib.sha256(path.read_bytes()).hexdigest()  # whoever changed it did so on purpose
+    (tmp_path / "base_model.json").write_text(json.dumps(base), encoding="utf-8")
     fresh = Policy(make_model(tiny_tokenizer), tiny_tokenizer, tiny_policy.protocol, "tiny")
     with pytest.raises(ValueError, match=r"does not fit the model; first weight on one side only: base_model"):
         load_adapter(fresh, tmp_path)

@@ -64,23 +64,35 @@ def test_a_manifest_keeps_what_it_says_when_its_sums_are_written_again(collected
     ("damage", "message"),
     [
         (
-            lambda d: (d / "tables/a.csv").write_text("1,"),
+            lambda d: (d / "tables/a.csv").write_text("1,", encoding="utf-8"),
             r"tables/a.csv: sha256 is [0-9a-f]{64}, expected [0-9a-f]{64}",
         ),
-        (lambda d: (d / "tables/a.csv").write_text("1,3"), r"tables/a.csv: sha256 is [0-9a-f]{64}, expected"),
         (
-            lambda d: (d / "tables/a.csv").write_text("3,4"),
+            lambda d: (d / "tables/a.csv").write_text("1,3", encoding="utf-8"),
+            r"tables/a.csv: sha256 is [0-9a-f]{64}, expected",
+        ),
+        (
+            lambda d: (d / "tables/a.csv").write_text("3,4", encoding="utf-8"),
             r"a.csv: sha256 is [0-9a-f]{64} \(that of tables/b.csv\), exp",
         ),
         (lambda d: (d / "runs/x/done.json").unlink(), "runs/x/done.json: sha256 is missing, expected [0-9a-f]{64}"),
         (
-            lambda d: (d / "tables/c.csv").write_text(""),
+            lambda d: (d / "tables/c.csv").write_text("", encoding="utf-8"),
             "tables/c.csv is there, but no such file is expected; remove it",
         ),
         (lambda d: (d / "MANIFEST.json").unlink(), "MANIFEST.json is missing; restore"),
-        (lambda d: (d / "MANIFEST.json").write_text('{"fil'), "MANIFEST.json is damaged: expected JSON"),
-        (lambda d: (d / "MANIFEST.json").write_text("[]"), r"MANIFEST.json is damaged: expected an object, found \[\]"),
-        (lambda d: (d / "MANIFEST.json").write_text("{}"), "holds no sums of files .*reference --sums"),
+        (
+            lambda d: (d / "MANIFEST.json").write_text('{"fil', encoding="utf-8"),
+            "MANIFEST.json is damaged: expected JSON",
+        ),
+        (
+            lambda d: (d / "MANIFEST.json").write_text("[]", encoding="utf-8"),
+            r"MANIFEST.json is damaged: expected an object, found \[\]",
+        ),
+        (
+            lambda d: (d / "MANIFEST.json").write_text("{}", encoding="utf-8"),
+            "holds no sums of files .*reference --sums",
+        ),
     ],
 )
 def test_damage_is_named_with_both_sums(collected, damage, message):
