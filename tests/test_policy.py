@@ -1,8 +1,8 @@
 """Policies, adapters, the two decoders and token sampling."""
 
+import copy
 import hashlib
 import json
-import copy
 
 import numpy as np
 import pytest
