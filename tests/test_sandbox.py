@@ -136,6 +136,25 @@ def test_hostile_code_ends_in_time_with_a_named_result_and_leaves_nothing(arena,
     assert arena.strangers() == strangers and arena.files() == files
 
 
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "leaked = 1",
+        "def f(): pass",
+        "len = lambda x: 0",
+        "def sum(x): return 7",
+        "def sorted(x): return x",
+        "abs = str",
+        "int = float",
+        "import random; random.random()",
+        "from decimal import getcontext; getcontext().prec = 2",
+    ],
+)
+def test_the_look_at_the_next_call_sees_what_a_patch_would_do(box, patch):
+    assert text(box, CLEAN) == IS_CLEAN
+    assert text(box, CLEAN, patch) != IS_CLEAN
+
+
 def test_hostile_code_in_one_batch_spoils_no_neighbour(arena):
     box = arena.boxes[0.3]
     codes = ["'first'", "while True: pass", "print('x' * 10**6)", "[0] * 10**12", "exit()", "'last'"]
@@ -416,6 +435,14 @@ def test_the_interpreter_runs_behind_the_barrier(arena):
         assert status[row] == value or part not in box.barrier()
     assert interpreter.environ() == {}
     assert os.readlink(folder / "cwd").endswith(" (deleted)")
+
+
+@pytest.mark.skipif(not (LINUX and IS_ROOT), reason="root has capabilities, others have none")
+def test_the_interpreter_of_root_has_no_capabilities(box):
+    assert text(box, "2 + 1 # alive") == "3"
+    (interpreter,) = psutil.Process(box._worker.pid).children()
+    status = Path(f"/proc/{interpreter.pid}/status").read_text()
+    assert re.findall(r"Cap(?:Prm|Eff|Bnd):\t(\w+)", status) == ["0" * 16] * 3
 
 
 def test_the_barrier_names_its_parts(arena, monkeypatch):
