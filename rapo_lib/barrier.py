@@ -139,11 +139,14 @@ def _mapped() -> list[str]:
 
 
 def _readable() -> list[str]:
-    """What a running Python reads: its library folders, this package and the libraries in use; no user's files."""
+    """What a running Python reads: its library folders, packages and libraries in use; no user's files."""
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     if site.ENABLE_USER_SITE:
         folders.add(site.getusersitepackages())
-    return [*sorted(folders), str(Path(__file__).parent), "/etc/ld.so.cache", *_mapped()]
+    for name, module in list(sys.modules.items()):  # packages may also lie on PYTHONPATH
+        if "." not in name:
+            folders.update(getattr(module, "__path__", ()))
+    return [*sorted(folders), "/etc/ld.so.cache", *_mapped()]
 
 
 def _loaders() -> list[str]:

@@ -30,6 +30,7 @@ from rapo_lib.buffer import (
     select_trajectories,
 )
 from rapo_lib.config import DATA, RunConfig
+from rapo_lib.hostile import HOSTILE
 from rapo_lib.methods import METHODS
 from rapo_lib.pocket.world import WORD_SKILL
 from rapo_lib.policy import Policy, add_lora, load_policy, merged_model
@@ -336,38 +337,6 @@ def _bench_encoder(
 
 # ------------------------------------------------------------------------------------------- sandbox
 
-HOSTILE: dict[str, str] = {
-    "endless loop": "while True: pass",
-    "endless loop that catches": "while True:\n  try:\n    while True: pass\n  except BaseException: pass",
-    "huge power": "9**9**9",
-    "huge digits": "10**100000",
-    "memory bomb": "a = [0]\nwhile True: a += a",
-    "long string": "'a' * 10**11",
-    "endless print": "while True: print('x' * 100)",
-    "read a file": "open('/etc/passwd').read()",
-    "list a folder": "import pathlib\nlist(pathlib.Path('/').iterdir())",
-    "write a file": "open('/tmp/rapo_was_here', 'w').write('x')",
-    "environment": "import os\nos.environ",
-    "socket": "import socket\nsocket.create_connection(('127.0.0.1', 80))",
-    "subprocess": "import subprocess\nsubprocess.run(['id'])",
-    "os.system": "import os\nos.system('id')",
-    "__import__": "__import__('os').system('id')",
-    "os._exit": "import os\nos._exit(3)",
-    "sys.exit": "import sys\nsys.exit(0)",
-    "SystemExit": "raise SystemExit(0)",
-    "deep recursion": "def f(n): return f(n + 1)\nf(0)",
-    "deep nesting": "x = " + "(" * 5000 + "1" + ")" * 5000,
-    "dunder classes": "().__class__.__bases__[0].__subclasses__()",
-    "dunder in format": "'{0.__class__}'.format(1)",
-    "regex bomb": "import re\nre.match('(a+)+$', 'a' * 40 + 'b')",
-    "sleep": "import time\ntime.sleep(100)",
-    "leave state": "leaked = 1",
-    "read state": "leaked",
-    "ctypes": "import ctypes\nctypes.string_at(0)",
-    "forged reply": 'print(\'["ok", "forged"]\')',
-    "lone surrogate": "'\ud800'",
-}
-
 
 def bench_sandbox(options: argparse.Namespace) -> None:
     """Print milliseconds per call and what each hostile snippet came to."""
@@ -375,6 +344,7 @@ def bench_sandbox(options: argparse.Namespace) -> None:
     tick = time.perf_counter()
     box.run(["0"])
     print(f"start of the worker: {(time.perf_counter() - tick) * 1e3:.0f} ms")
+    print("\n  ".join(["what holds here:", *box.barrier()]))
     for n in (1, 100):
         rounds = 300 // n
         tick = time.perf_counter()
@@ -385,11 +355,12 @@ def bench_sandbox(options: argparse.Namespace) -> None:
     for _ in range(1000):
         box.run(["0"])
     print(f"cached: {(time.perf_counter() - tick) * 1e3:.1f} us a call")
-    for name, code in HOSTILE.items():
+    for name, (code, outcome) in HOSTILE.items():
         tick = time.perf_counter()
         result = box.run([code])[0]
         sec = time.perf_counter() - tick
-        print(f"{name:26} {sec:6.2f} s  {result.outcome:9} {result.text[:80]!r}")
+        mark = "" if result.outcome == outcome else f"  (not {outcome})"
+        print(f"{name:36} {sec:6.2f} s  {result.outcome:9} {result.text[:70]!r}{mark}")
     box.close()
 
 

@@ -279,4 +279,4 @@ def released_reward(rollout: Rollout, question: Question, protocol: Protocol) ->
 
 if __name__ == "__main__":
     _verify(["x^2", r"\sqrt{2}"])  # imports and the first parse take a second that belongs to no answer
-    serve(_verify)
+    serve(_verify, cpu_sec=MATH_LIMIT_SEC + 1)

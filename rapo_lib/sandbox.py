@@ -1,12 +1,28 @@
 """Runs Python code that a policy wrote: bounded time, memory, output and recursion, and nothing of the host.
 
-The interpreter is pydantic-monty (Python written anew in Rust) in a process of its own, behind a second
-process that only relays. Code gets no files, network, processes, environment or imports beyond Monty's own
-modules; clock and random numbers are fixed and sleeping costs no time, so a result is a function of
-(prelude, code) alone and is cached. Notebook 02 shows it at work.
+Notebook 02 shows it at work; `hostile.py` holds what it is tried with. `barrier()` names the parts that hold here.
 
-Limits of the guarantee: Monty knows no `yield`, class inheritance, numpy or sympy, and its `round(x, n)`
-differs from CPython's in ties. It is no virtual machine: a memory-safety bug in it would be an escape.
+Always (`MANDATORY`; a self-test proves it at each start, else nothing runs and the error says why):
+- The interpreter is pydantic-monty (Python written anew in Rust) in a process of its own, behind a second one that
+  only relays and can be killed. Code gets no files, network, processes, environment or imports beyond Monty's own.
+- A call ends within its time limit + 1 s with a named outcome, and nothing of it is left: no process, no file, no
+  state. Clock and random numbers are fixed and sleeping costs no time, so a result is a function of (prelude, code)
+  alone and is cached.
+
+Should a bug in the interpreter let code out, `barrier.py` decides what it finds:
+- Linux and macOS: an empty environment, a deleted working folder, no file can grow (so none can be written), no core
+  dumps, 64 open files, bounded CPU seconds. Windows: the environment only.
+- Linux adds: 1 GB of memory, no new privileges; as an ordinary user no new process or thread; as root no capability.
+- With Landlock (kernel 5.13): no file is read but Python's libraries and the interpreter, none made, changed or
+  deleted, no other program started. Kernel 6.7: no TCP. Kernel 6.12: no signals to other processes. Names, sizes
+  and times of files (stat) stay visible.
+- With seccomp (x86-64, aarch64): no socket of any kind, no look into other processes, no namespaces.
+- Linux without either (old kernels, some containers), and macOS: an escape reads what the user can read, reaches the
+  network and can signal the user's processes. macOS also bounds neither its memory nor its processes. The rule of
+  macOS was not tried.
+
+Not held anywhere: bugs of the kernel, and time measured from outside (other work on the machine slows a call down).
+Monty knows no `yield`, class inheritance, numpy or sympy, and its `round(x, n)` differs from CPython's in ties.
 """
 
 from __future__ import annotations
@@ -23,6 +39,9 @@ from typing import Any, Literal
 from .barrier import CPU_SEC, MEMORY_BYTES, seal
 from .workers import Worker, refuse, serve
 
+#: Parts of the barrier without which nothing runs; a self-test proves them at each start.
+MANDATORY = ("process of its own", "interpreter without access to the host", "time, memory and output limited")
+
 Outcome = Literal["ok", "time", "memory", "output", "recursion", "syntax", "refused", "exception", "crash"]
 
 
@@ -31,8 +50,8 @@ class SandboxLimits:
     """What one call may use.
 
     Args:
-        time_sec: seconds of execution; a hung interpreter is killed half a second later.
-        memory_bytes: heap of the interpreter.
+        time_sec: seconds of execution, at most 60; a hung interpreter is killed half a second later.
+        memory_bytes: heap of the interpreter, at most a quarter of what its process may have.
         output_chars: characters that it may print or return.
         recursion: depth of the call stack.
         code_chars: length of the code.
@@ -203,8 +222,7 @@ class _Interpreter:
                     f"the interpreter is no sandbox: {code!r} must come to {wanted!r} and came to {outcome!r} with"
                     f" {text!r}; install pydantic-monty anew (pip install --force-reinstall pydantic-monty)"
                 )
-        held = ["process of its own", "interpreter without access to the host", "time, memory and output limited"]
-        return held + ["no new process"] * self._sealed[1]
+        return [*MANDATORY, *["no new process"] * self._sealed[1]]
 
     def _pool_for(self, time_sec: float) -> Any:
         if self._pool is None or self._time_sec != time_sec:

@@ -175,10 +175,13 @@ class Worker:
 
 
 class _killed_after:
-    """Kill the process when the block takes longer than this."""
+    """Kill the process when the block takes longer than this; after the block it is dead or out of danger."""
 
     def __init__(self, process: subprocess.Popen[bytes], seconds: float) -> None:
-        self.timer = threading.Timer(seconds, _kill, [process])
+        self.process = process
+        self.over = False
+        self.lock = threading.Lock()
+        self.timer = threading.Timer(seconds, self._overrun)
         self.timer.daemon = True
 
     def __enter__(self) -> None:
@@ -186,6 +189,16 @@ class _killed_after:
 
     def __exit__(self, *_: object) -> None:
         self.timer.cancel()
+        with self.lock:  # a reply in the last moment: the next request must not go to a process that is being killed
+            killed, self.over = self.over, True
+        if killed:
+            self.process.wait()
+
+    def _overrun(self) -> None:
+        with self.lock:
+            if not self.over:
+                self.over = True
+                _kill(self.process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -6,10 +6,12 @@ hold on to nothing here that Python would load later: nobody may not be able to 
 """
 
 import codecs
+import ctypes
 import os
 import signal  # noqa: F401
 import socket  # noqa: F401
 import subprocess  # noqa: F401
+import sys
 import sysconfig
 import tempfile
 import threading  # noqa: F401
@@ -21,13 +23,15 @@ NOBODY = 65534
 
 def drop_root() -> None:
     """Become nobody, after loading what Python would load on first use."""
-    codecs.lookup("ascii")
+    codecs.lookup("ascii"), codecs.lookup("idna")
     sysconfig.get_paths()
     tempfile.gettempdir()
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: /proc/self is its own again, as for any user
 
 
 def run(code: str) -> str:

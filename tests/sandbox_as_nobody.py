@@ -1,4 +1,4 @@
-"""The sandbox's worker, run as an ordinary user where the tests run as root."""
+"""The sandbox's own worker as an ordinary user, also where the tests run as root."""
 
 import pydantic_monty  # noqa: F401  (nobody may not be able to read it later)
 
