@@ -19,10 +19,10 @@ import hashlib
 import json
 import math
 import re
-import unicodedata
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -36,8 +36,11 @@ from rapo_lib.traces import (
     Protocol,
     Rollout,
     StepTrace,
+    check_readable,
+    count_steps,
     history_text,
     load_jsonl,
+    nfkc,
     parse_step,
     save_jsonl,
     write_bytes_atomic,
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
 
 #: Decimals of a score; scores that are equal after rounding tie.
 SCORE_DECIMALS = 5
+#: Characters that the key or the value of an imported trace may have (about 25,000 tokens: no completion holds more).
+MAX_TRACE_CHARS = 100_000
 #: Trajectories kept of one question (K of arXiv 2603.03078, C.3.1; the paper keeps 5 of 16).
 TOP_K = 5
 FORMAT = 1
@@ -105,7 +110,8 @@ def decompose(rollout: Rollout, question: Question, protocol: Protocol, teacher:
         One StepTrace a step, in order; `step` is its index t in the trajectory.
 
     Raises:
-        ValueError: another question, no reward, or a trajectory that holds retrieved steps itself.
+        ValueError: another question, no reward, a trajectory that holds retrieved steps itself, or one whose steps
+            do not read as steps in this protocol's ids.
     """
     if rollout.question_id != question.id:
         raise ValueError(f"the trajectory answers {rollout.question_id!r}, the question is {question.id!r}")
@@ -115,6 +121,7 @@ def decompose(rollout: Rollout, question: Question, protocol: Protocol, teacher:
         raise ValueError(
             f"trajectory of question {question.id!r} holds retrieved steps; teachers sample without a buffer"
         )
+    check_readable(rollout, protocol)
     traces, before = [], []
     for t, step in enumerate(rollout.steps):
         action = parse_step(protocol.decode(step.segments[0].ids)).action
@@ -155,7 +162,8 @@ def import_traces_jsonl(path: Path | str) -> list[StepTrace]:
 
     The file is not trusted: every row is checked, and values stay plain text (they are neutralised when
     they are inserted into a rollout). Optional columns: `question_id` (else derived from the question at the
-    head of the key), `teacher`, `step`. Other columns are not read.
+    head of the key), `teacher`, `step`. Other columns are not read. A value that holds several steps spends as many
+    of the budget. Texts of more than MAX_TRACE_CHARS are refused, not cut: half a step is no step.
 
     Raises:
         ValueError: names the file and up to five bad lines with what is wrong in each.
@@ -169,6 +177,7 @@ def import_traces_jsonl(path: Path | str) -> list[StepTrace]:
         head = hashlib.blake2b(question_part(row["key"]).strip().encode(), digest_size=6).hexdigest()
         question_id = row.get("question_id", f"import-{head}")
         rest = {"teacher": row.get("teacher", "import"), "step": row.get("step", 0), "reward": float(row["reward"])}
+        rest["n_steps"] = max(1, count_steps(row["value"]))
         traces.append(StepTrace(row["key"], row["value"], question_id, **rest))
     if bad:
         more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
@@ -184,6 +193,8 @@ def _row_fault(row: Mapping[str, Any]) -> str | None:
         value = row.get(name)
         if not isinstance(value, str) or not value.strip():
             return f"{name} is {value!r:.40}, expected a text that is not empty"
+        if len(value) > MAX_TRACE_CHARS:
+            return f"{name} has {len(value):,} characters, at most {MAX_TRACE_CHARS:,} are allowed; cut it into steps"
         if any("\ud800" <= c <= "\udfff" for c in value):
             return f"{name} holds a broken character (half of a surrogate pair)"
     reward, step = row.get("reward"), row.get("step", 0)
@@ -196,7 +207,8 @@ def _row_fault(row: Mapping[str, Any]) -> str | None:
 
 # ---------------------------------------------------------------------------------------------- encoders
 
-_BODY = re.compile(rf"\n\s*</?(?:think|result|answer|{'|'.join(ACTIONS)})>")
+# A run of white space and the tag behind it; the run is entered at its start only, so it is read once.
+_BODY = re.compile(rf"(?<!\s)(\s*+)</?(?:think|result|answer|{'|'.join(ACTIONS)})>")
 
 
 def question_part(history: str) -> str:
@@ -206,8 +218,8 @@ def question_part(history: str) -> str:
         >>> question_part("Who owns it?\\n<think> look</think><search> it</search>")
         'Who owns it?'
     """
-    m = _BODY.search(history)
-    return (history[: m.start()] if m else history).strip()
+    start = next((m.start() for m in _BODY.finditer(history) if "\n" in m[1]), len(history))
+    return history[:start].strip()
 
 
 def keep_question_and_tail(units: Sequence[Any], n_question: int, max_units: int) -> list[Any]:
@@ -481,7 +493,7 @@ def answer_span(text: str) -> str:
         (False, True)
     """
     text = _FRACTION.sub(r" \1/\2 ", _MARKUP.sub(" ", text))
-    text = unicodedata.normalize("NFKC", text).casefold().replace("\u2212", "-")
+    text = nfkc(text).casefold().replace("\u2212", "-")
     tokens = _NUMBER_OR_WORD.findall(_THOUSANDS.sub("", text))
     words = [t for t in tokens if t not in _ARTICLES] or tokens  # an answer "A" stays one
     return f" {' '.join(w.rstrip('0').rstrip('.') if '.' in w else w for w in words)} "
@@ -706,7 +718,7 @@ class StepTraceBuffer:
         state = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
         _check_encoder(folder, sidecar, state, encoder)
         encoder.load_state(state)
-        traces = [StepTrace(**row) for row in load_jsonl(folder / "traces.jsonl")]
+        traces = _read_traces(folder / "traces.jsonl")
         index = faiss.deserialize_index(np.fromfile(folder / "index.faiss", np.uint8))
         for what, found, want in (
             ("traces", len(traces), sidecar["n_traces"]),
@@ -724,6 +736,32 @@ class StepTraceBuffer:
 
 
 _FILES = ("traces.jsonl", "encoder.json", "index.faiss")
+#: Field of a saved trace -> its type (a reward is written as a float, and 1 is one too).
+_TRACE_FIELDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("key", "value", "question_id", "teacher"), (str,)),
+    "reward": (float, int),
+    "step": (int,),
+    "n_steps": (int,),
+}
+
+
+def _read_traces(path: Path) -> list[StepTrace]:
+    """Step traces as `save` wrote them, each field held against its type."""
+    traces = []
+    for n, row in enumerate(load_jsonl(path), 1):
+        wrong = [
+            k for k in sorted(row.keys() | _TRACE_FIELDS.keys()) if type(row.get(k)) not in _TRACE_FIELDS.get(k, ())
+        ]
+        if wrong:
+            raise ValueError(
+                f"{path}, line {n}: {wrong[0]!s:.40} is {row.get(wrong[0], 'missing')!r:.40}; a trace has the fields "
+                f"{', '.join(f'{k} ({t[0].__name__})' for k, t in _TRACE_FIELDS.items())}; build the buffer again"
+            )
+        try:
+            traces.append(StepTrace(**row))
+        except ValueError as e:
+            raise ValueError(f"{path}, line {n}: {e}; build the buffer again") from None
+    return traces
 
 
 def _keys(traces: Sequence[StepTrace]) -> list[str]:
@@ -936,20 +974,22 @@ class Retriever:
 
     def _single(self, trace_id: int, q: RetrievalQuery) -> StepTrace | str:
         """The step trace, or why it may not be inserted."""
-        if q.steps_left < 1:
+        if q.steps_left < self.buffer.traces[trace_id].n_steps:
             return "no_budget"
         return "refused_leak" if self._leaks(trace_id, q) else self.buffer.traces[trace_id]
 
     def _whole(self, first: int, q: RetrievalQuery) -> StepTrace | str:
         """The trajectory's steps up to its first leaking one that leave a step of the budget, or why there are none."""
-        steps = range(first, self._ends[first])[: max(q.steps_left - 1, 0)]
+        traces = self.buffer.traces
+        spent = accumulate(t.n_steps for t in traces[first : self._ends[first]])
+        steps = range(first, first + sum(n < q.steps_left for n in spent))
         if not steps:
             return "no_budget"
         end = next((i for i in steps if self._leaks(i, q)), steps.stop)
         if end == first:
             return "refused_leak"
-        traces = self.buffer.traces
-        return replace(traces[first], value="".join(t.value for t in traces[first:end]), n_steps=end - first)
+        n_steps = sum(t.n_steps for t in traces[first:end])
+        return replace(traces[first], value="".join(t.value for t in traces[first:end]), n_steps=n_steps)
 
     def _leaks(self, trace_id: int, q: RetrievalQuery) -> bool:
         return self.leak_guard and self.buffer.holds_answer(trace_id, q.golds)

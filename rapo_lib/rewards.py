@@ -11,14 +11,13 @@ Deviations from arXiv 2603.03078:
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 
 from .tasks import Question
-from .traces import ParsedStep, Protocol, Rollout, parse_step
+from .traces import ParsedStep, Protocol, Rollout, nfkc, parse_step
 from .workers import Worker, serve
 
 #: Seconds that math-verify may take for one pair.
@@ -26,7 +25,8 @@ MATH_LIMIT_SEC = 2.0
 
 # -------------------------------------------------------------------------------------------------- boxed
 
-_BOX = re.compile(r"\\boxed\s*\{")
+# Here and below `*+` repeats never give back: a policy may write any number of spaces or digits.
+_BOX = re.compile(r"\\boxed\s*+\{")
 
 
 def extract_boxed(text: str) -> str | None:
@@ -36,10 +36,10 @@ def extract_boxed(text: str) -> str | None:
         >>> extract_boxed(r"\boxed{1} or \boxed{\frac{1}{2}}")
         '\\frac{1}{2}'
     """
-    boxes = list(_BOX.finditer(text))
+    boxes = deque(_BOX.finditer(text), maxlen=1)
     if not boxes:
         return None
-    start = boxes[-1].end()
+    start = boxes[0].end()
     depth = 1
     for i in range(start, len(text)):
         depth += (text[i] == "{") - (text[i] == "}")
@@ -59,7 +59,7 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # Punctuation goes, except what belongs to a number, a time or a power: 3.14, -5, 12:30, 1/2, 50%, 2^10.
 _PUNCTUATION = re.compile(
     r"(?P<between>(?<=\d)(?:[^\w\s.:/*+=^%]|[^\w\s^]{2,})(?=\d))"
-    r"|(?<=\d)[.:/*+=](?=\d)|(?<!\w)-(?=\s*[$\u20ac\u00a3]?\s*\.?\d)|(?<![\w.])\.(?=\d)"
+    r"|(?<=\d)[.:/*+=](?=\d)|(?<!\w)-(?=\s*+(?:[$\u20ac\u00a3]\s*+)?\.?\d)|(?<![\w.])\.(?=\d)"
     r"|(?:(?<=\d)|(?<=\d\.))%|(?<=\de)-(?=\d)|\^"
     r"|(?P<drop>[^\w\s])"
 )
@@ -69,7 +69,7 @@ def _plain(text: str) -> str:
     r"""One kind of minus, digit and space; no `\text`, no thousands separators; a raised 2 becomes ^{2}."""
     text = _VULGAR.sub(" ", _SUPERSCRIPT.sub(lambda m: f"^{{{m[0]}}}", text))
     text = _TEXT_COMMAND.sub(r"\1", text)
-    text = unicodedata.normalize("NFKC", text).translate(_MINUS).strip()
+    text = nfkc(text).translate(_MINUS).strip()
     text = re.sub(r"(?<=\d)\s+%", "%", text)
     return _THOUSANDS.sub(lambda m: m[0].replace(",", ""), text)
 
@@ -130,7 +130,7 @@ _NUMBER = re.compile(
 )
 _BRACED_POWER = re.compile(r"10\^\{([-+]?\d+)\}")
 _SPACED = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
-_TIME = re.compile(r"\d+\s*:\s*\d+")
+_TIME = re.compile(r"\d\s*+:\s*+\d")
 
 
 @lru_cache(maxsize=65_536)

@@ -7,13 +7,14 @@ Wikipedia dump (arXiv 2603.03078, settings): that is what a server behind `HTTPS
 
 from __future__ import annotations
 
+import http.client
 import json
 import re
 import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from .sandbox import Sandbox, shared_sandbox
 from .tasks import SPLITS, check_name
 from .traces import ACTIONS, load_jsonl
 
+#: Bytes that a search server may answer with; hundreds of queries with long passages stay far below.
+MAX_REPLY_BYTES = 64 << 20
 #: What a tool says when it looked and found nothing.
 NONE = "none"
 
@@ -189,29 +192,38 @@ class HTTPSearchTool:
                 time.sleep(0.2 * 2**attempt)
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout_sec) as reply:
-                    answer = json.load(reply)
+                    data = reply.read(MAX_REPLY_BYTES + 1)
                 break
             except urllib.error.HTTPError as e:
                 error = f"{self.url} answered {e.code} {e.reason}"
                 if e.code < 500:
                     raise OSError(error) from None
-            except (OSError, TimeoutError) as e:
+            except (OSError, http.client.HTTPException) as e:
                 error = f"{self.url} did not answer: {getattr(e, 'reason', None) or e}"
-            except ValueError as e:
-                raise ValueError(f"{self.url} did not answer in JSON: {e}") from None
         else:
             raise OSError(f"{error} ({self.retries + 1} attempts, {self.timeout_sec:g} s each)")
+        return self._read(data)
+
+    def _read(self, data: bytes) -> Mapping[str, Any]:
+        if len(data) > MAX_REPLY_BYTES:
+            raise ValueError(f"{self.url} answered with more than {MAX_REPLY_BYTES >> 20} MiB; ask for a smaller topk")
+        try:
+            answer = json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{self.url} did not answer in JSON: {e}") from None
         if not isinstance(answer, dict):
             raise ValueError(f"{self.url} answered {type(answer).__name__}, expected an object with `result`")
         return answer
 
-    def _show(self, hits: list[Mapping[str, Any]]) -> ToolResult:
-        if not hits:
+    def _show(self, hits: Any) -> ToolResult:
+        if hits == []:
             return failed("no document matches", NONE)
         try:
             contents = [h["document"]["contents"] for h in hits]
         except (KeyError, TypeError):
-            raise ValueError(f"{self.url}: a hit has no document.contents: {hits[0]!r:.200}") from None
+            contents = [None]
+        if not (isinstance(hits, list) and all(isinstance(c, str) for c in contents)):
+            raise ValueError(f"{self.url}: expected a list of hits with a text document.contents, got {hits!r:.200}")
         lines = []
         for n, content in enumerate(contents, 1):
             title, _, text = content.partition("\n")
@@ -243,6 +255,10 @@ class BrowseTool:
             mappings = all(isinstance(page.get(k), Mapping) for k in ("entries", "links"))
             if not (mappings and isinstance(page.get("title"), str)):
                 raise ValueError(f"page {n} needs title, entries and links: {dict(page)!r:.200}")
+            for kind in ("entries", "links"):
+                for name, text in page[kind].items():
+                    if not isinstance(text, str):
+                        raise ValueError(f"page {n}: {kind} {name!r:.60} is {text!r:.60}, expected a text")
             key = _plain(page["title"])
             if key in self._pages:
                 raise ValueError(f"two pages have the title {page['title']!r}")
@@ -250,6 +266,7 @@ class BrowseTool:
             self._pages[key] = {"title": page["title"], **parts}
         if not self._pages:
             raise ValueError("browse has no pages")
+        self._longest_title = max(map(len, self._pages))
 
     def run(self, queries: Sequence[str]) -> list[ToolResult]:
         """What each address shows; `none` when there is no such page, entry or link."""
@@ -263,18 +280,24 @@ class BrowseTool:
             page = self._pages[address]
             entries, links = (", ".join(page[kind]) or NONE for kind in ("entries", "links"))
             return ToolResult(f"{page['title']}: entries {entries}; links {links}")
-        for kind, entry, title in _addresses(address):
+        for kind, entry, title in _addresses(address, self._longest_title):
             page = self._pages.get(title)
             if page and entry in page[kind]:
                 return ToolResult(page[kind][entry])
         return failed("no such page, entry or link", NONE)
 
 
-def _addresses(address: str) -> list[tuple[str, str, str]]:
-    """Every way to read an address: (entries or links, name, title); names and titles may hold `of` and `link`."""
-    links = [("links", address[m.end() :], address[: m.start()]) for m in re.finditer(" link ", address)]
-    entries = [("entries", address[: m.start()], address[m.end() :]) for m in re.finditer(" of ", address)]
-    return links + entries
+def _addresses(address: str, longest_title: int) -> Iterator[tuple[str, str, str]]:
+    """Every way to read an address: (entries or links, name, title); names and titles may hold `of` and `link`.
+
+    Readings with a title that is longer than any page has are left out: of those there can be very many.
+    """
+    for m in re.finditer(" link ", address):
+        if m.start() <= longest_title:
+            yield "links", address[m.end() :], address[: m.start()]
+    for m in re.finditer(" of ", address):
+        if len(address) - m.end() <= longest_title:
+            yield "entries", address[: m.start()], address[m.end() :]
 
 
 def _plain(text: str) -> str:
@@ -341,7 +364,7 @@ class Toolbox:
 
     Args:
         tools: at most one for each action tag.
-        max_observation_chars: longer texts are cut, and say how much.
+        max_observation_chars: longer texts (and errors) are cut, and say how much.
         warn_after: a tool whose first calls, this many, all fail gives a warning with the first real error.
 
     Raises:
@@ -416,19 +439,19 @@ class Toolbox:
 
     def _run_tool(self, name: str, queries: list[str]) -> dict[str, ToolResult]:
         try:
-            results = self._tools[name].run(queries)
+            results = list(self._tools[name].run(queries))
         except Exception as e:  # whatever a tool does, the rollout goes on and the failure is counted
             results = [failed(f"{type(e).__name__}: {e}")] * len(queries)
         if len(results) != len(queries):
             raise RuntimeError(f"{name} gave {len(results)} results for {len(queries)} queries")
-        return dict(zip(queries, map(self._cut, results), strict=True))
+        return {q: self._cut(_checked_result(name, r)) for q, r in zip(queries, results, strict=True)}
 
     def _cut(self, result: ToolResult) -> ToolResult:
-        over = len(result.text) - self.max_observation_chars
-        if over <= 0:
-            return result
-        text = f"{result.text[: self.max_observation_chars]} [{over} characters cut]"
-        return ToolResult(text, result.ok, result.error)
+        return ToolResult(self._short(result.text), result.ok, result.error and self._short(result.error))
+
+    def _short(self, text: str) -> str:
+        over = len(text) - self.max_observation_chars
+        return text if over <= 0 else f"{text[: self.max_observation_chars]} [{over} characters cut]"
 
     def _count(self, name: str, result: ToolResult, cached: bool) -> None:
         counts = self.counts[name]
@@ -439,6 +462,13 @@ class Toolbox:
             counts.first_error = result.error
         if counts.calls == counts.failures == self.warn_after:
             warnings.warn("; ".join(h for h in self.health() if h.startswith(name)), RuntimeWarning, stacklevel=4)
+
+
+def _checked_result(name: str, result: Any) -> ToolResult:
+    """The result of a tool, or a failure when it is none."""
+    if isinstance(result, ToolResult) and isinstance(result.text, str) and isinstance(result.error, str | None):
+        return result
+    return failed(f"{name} gave {result!r:.200}, expected a ToolResult with a text")
 
 
 def make_pocket_toolbox(split: str) -> Toolbox:

@@ -12,11 +12,15 @@ Deviations from arXiv 2603.03078:
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import unicodedata
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,10 +64,10 @@ class Segment:
         if self.origin not in ORIGINS:
             raise ValueError(f"origin is {self.origin!r}; allowed: {', '.join(ORIGINS)}")
         want = len(self.ids) if self.origin == "policy" else 0
-        for name in ("logps", "entropies"):
+        if not len(self.logps) == len(self.entropies) == want:
+            name = "entropies" if len(self.logps) == want else "logps"
             got = len(getattr(self, name))
-            if got != want:
-                raise ValueError(f"{self.origin} segment of {len(self.ids)} ids has {got} {name}, expected {want}")
+            raise ValueError(f"{self.origin} segment of {len(self.ids)} ids has {got} {name}, expected {want}")
 
     def cut(self, n: int) -> Segment:
         """The first n ids of this segment with their numbers."""
@@ -194,12 +198,103 @@ class Rollout:
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Rollout:
-        segments = [
-            Segment(s["origin"], tuple(s["ids"]), tuple(s["logps"]), tuple(s["entropies"]), s["info"])
-            for s in d["segments"]
-        ]
+        """The rollout that `to_dict` wrote.
+
+        What cannot be seen here: ids of another tokenizer (`check_readable` sees most), and a tool's ids under the
+        origin `policy`.
+
+        Raises:
+            ValueError: names the field that is missing, unknown, or holds what it must not.
+        """
+        _check_fields(d, "", _ROLLOUT_FIELDS)
+        segments = [_read_segment(s, n) for n, s in enumerate(d["segments"])]
         rest = {k: d[k] for k in ("place", "hybrid", "end_reason", "reward")}
         return cls(d["question_id"], tuple(d["prompt_ids"]), segments, **rest)
+
+
+# ------------------------------------------------------------------------- what a file of rollouts may hold
+
+_LISTS = (list, tuple)
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+# Lists are tried as a whole: a look at each of a million elements would double the time of loading. So true passes
+# for 1 in them.
+def _are_ids(values: Any) -> bool:
+    try:
+        return type(values) in _LISTS and (not values or bool(array("I", values)))
+    except (TypeError, OverflowError):
+        return False
+
+
+def _are_numbers(values: Any) -> bool:
+    try:
+        return type(values) in _LISTS and math.isfinite(sum(values))
+    except (TypeError, OverflowError):
+        return False
+
+
+#: Field -> (whether a value is right, what is right in words).
+_ROLLOUT_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "question_id": (lambda v: type(v) is str, "a text"),
+    "prompt_ids": (_are_ids, "a list of token ids, whole numbers from 0"),
+    "place": (_is_whole, "a whole number from 0"),
+    "hybrid": (lambda v: type(v) is bool, "true or false"),
+    "end_reason": (lambda v: v in ("", *END_REASONS), f"one of {', '.join(END_REASONS)}, or an empty text"),
+    "reward": (lambda v: v is None or _is_finite(v), "a finite number, or null before scoring"),
+    "segments": (lambda v: type(v) in _LISTS, "a list of segments"),
+}
+_SEGMENT_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "origin": (lambda v: v in ORIGINS, f"one of {', '.join(ORIGINS)}"),
+    "ids": (_are_ids, "a list of token ids, whole numbers from 0"),
+    "logps": (_are_numbers, "a list of finite numbers"),
+    "entropies": (_are_numbers, "a list of finite numbers"),
+    "info": (lambda v: type(v) is dict, "an object"),
+}
+
+
+def _check_fields(d: Any, where: str, fields: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
+    if not isinstance(d, Mapping):
+        raise ValueError(f"{where or 'the rollout'} is {d!r:.60}, expected an object")
+    dot = f"{where}." if where else ""
+    if d.keys() != fields.keys():
+        wrong = [f"{dot}{k} is missing" for k in fields if k not in d]
+        wrong += [f"{dot}{k!s:.60} is not known" for k in d if k not in fields]
+        raise ValueError(f"{'; '.join(wrong[:5])}; the fields are {', '.join(fields)}")
+    for name, (right, expected) in fields.items():
+        if not right(d[name]):
+            raise ValueError(f"{_place_of_fault(d[name], right, dot + name)}, expected {expected}")
+
+
+def _place_of_fault(value: Any, right: Callable[[Any], bool], where: str) -> str:
+    """The first element of a list that is wrong by itself, else the whole value."""
+    if type(value) in _LISTS:
+        for n, x in enumerate(value):
+            if not right([x]):
+                return f"{where}[{n}] is {x!r:.60}"
+    return f"{where} is {value!r:.60}"
+
+
+def _read_segment(s: Any, n: int) -> Segment:
+    try:  # the usual case in one go: a file holds a hundred thousand of them
+        origin, ids, logps, entropies, info = s["origin"], s["ids"], s["logps"], s["entropies"], s["info"]
+        right = len(s) == 5 and _are_ids(ids) and type(info) is dict
+        right = right and (not logps and not entropies or _are_numbers(logps) and _are_numbers(entropies))
+    except (KeyError, TypeError, IndexError):
+        right = False
+    if not right:
+        _check_fields(s, f"segments[{n}]", _SEGMENT_FIELDS)
+    try:
+        return Segment(origin, tuple(ids), tuple(logps), tuple(entropies), info)
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"segments[{n}]: {e}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +308,10 @@ class StepTrace:
         teacher: name of the model that wrote it.
         reward: outcome reward of its trajectory.
         step: index t of the step.
-        n_steps: steps that the value holds (1; more only with trajectory-level retrieval).
+        n_steps: steps that the value holds, at least 1 (more with trajectory-level retrieval, or imported so).
+
+    Raises:
+        ValueError: fewer steps than one: it would spend nothing of the budget.
     """
 
     key: str
@@ -223,6 +321,10 @@ class StepTrace:
     reward: float = 1.0
     step: int = 0
     n_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if self.n_steps < 1:
+            raise ValueError(f"n_steps is {self.n_steps}; a step trace holds at least 1 step")
 
 
 # --------------------------------------------------------------------------------------------- protocol
@@ -238,20 +340,40 @@ class ParsedStep:
     error: str | None = None
 
 
+# All patterns here run over text of any length from anyone, so none may go back over what it has read: possessive
+# repeats (`*+`) wherever two repeats could share the same characters.
+_THOUGHT = r"[^<]*+(?:<(?!/?think>)[^<]*+)*+"
 _STEP = re.compile(
-    r"\s*(?:(?:<think>)?(?P<thought>(?:(?!</?think>).)*)</think>)?\s*"
-    r"<(?P<tag>search|browse|python|answer)>(?P<body>.*)</(?P=tag)>\s*",
+    rf"\s*+(?:(?:<think>)?(?P<thought>{_THOUGHT})</think>)?\s*+"
+    r"<(?P<tag>search|browse|python|answer)>(?P<body>.*)</(?P=tag)>\s*+",
     re.DOTALL,
 )
 _ANY_TAG = re.compile("|".join(re.escape(t) for t in TAGS))
-# A tag with white space, upper case or a zero-width character inside still reads as a tag to a model.
-_TAG_LIKE = re.compile(
-    rf"<(?=[\s\u200b-\u200d\ufeff]*/?[\s\u200b-\u200d\ufeff]*(?:{'|'.join(TAG_NAMES)})\b)", re.IGNORECASE
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Unicode's default-ignorable characters: nobody sees them, and some tokenizers drop them.
+_UNSEEN = (
+    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u3164\ufe00-\ufe0f"
+    "\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+_LESS, _GREATER, _BAR = "<\uff1c\ufe64", ">\uff1e\ufe65", "|\uff5c"
+# What a model or a tokenizer may read as a tag: one with white space, upper case or unseen characters inside ..
+_GAP = rf"[\s{_UNSEEN}]*+"
+_NAMES = "|".join(f"[{_UNSEEN}]*+".join(name) for name in TAG_NAMES)
+_TAG_LIKE = rf"[{_LESS}](?={_GAP}(?:[/\uff0f]{_GAP})?(?i:{_NAMES})\b)"
+_INNER = r"[^\s<>\u2039\u27e6]"  # the look-alikes that replace brackets count as such
+# .. and any bracketed word with letters from elsewhere, which may look like Latin ones.
+_FOREIGN = (
+    rf"[{_LESS}](?={_GAP}(?:[/\uff0f]{_GAP})?"
+    rf"{_INNER}{{0,24}}[^\x00-\x7f\s\u2039\u27e6]{_INNER}{{0,24}}\s*+[{_GREATER}])"
 )
 # Turn marks of Qwen, Llama 3, DeepSeek (full-width bars), Gemma, Llama 2 and Mistral.
-_TURN = re.compile(
-    r"<(?=[|\uff5c][^|\uff5c<>\n]{1,40}[|\uff5c]>|/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)>)|\[(?=/?INST\])"
+_TURN = (
+    rf"[{_LESS}](?=[{_BAR}][^{_BAR}<>\n]{{1,40}}[{_BAR}][{_GREATER}]"
+    r"|/?(?:s|bos|eos|pad|unk|start_of_turn|end_of_turn)>)|\[(?=/?INST\])"
 )
+_MARK = re.compile(f"{_TAG_LIKE}|{_FOREIGN}|{_TURN}")
 
 
 def parse_step(text: str) -> ParsedStep:
@@ -287,12 +409,42 @@ def parse_step(text: str) -> ParsedStep:
     return ParsedStep(thought, action=(m["tag"], body))
 
 
-def neutralise(text: str) -> str:
+def nfkc(text: str) -> str:
+    """Unicode's compatibility form NFKC, in linear time.
+
+    Python sorts the marks on one letter by insertion, so a long run of them would take for ever; of more than
+    30 in a row the rest is dropped (the stream-safe limit of Unicode Standard Annex 15).
+    """
+    return text if text.isascii() else unicodedata.normalize("NFKC", _mark_runs().sub(r"\1", text))
+
+
+@cache
+def _mark_runs() -> re.Pattern[str]:
+    """More than 30 combining marks in a row; the first 30 are its group."""
+    marks = _combining_marks()
+    return re.compile(f"([{marks}]{{30}})[{marks}]+")
+
+
+@cache
+def _combining_marks() -> str:
+    """All characters that, in their compatibility form, attach to the character before them."""
+    candidates = map(chr, range(0x300, 0x1F000))
+    return "".join(c for c in candidates if unicodedata.combining(unicodedata.normalize("NFKD", c)[0]))
+
+
+def neutralise(text: str, marks: re.Pattern[str] = _MARK) -> str:
     """Make text from a tool, a page or a buffer harmless: its tags and turn markers stop being such.
 
     The opening bracket becomes a look-alike (U+2039 or U+27E6), so the reader still sees what stood
     there, while no tag, end-of-turn string or special token can be read out of it. Control characters
-    other than newline and tab are dropped.
+    other than newline and tab are dropped, halves of surrogate pairs become U+FFFD.
+
+    Args:
+        text: any text.
+        marks: what must not survive; a `Protocol` adds its tokenizer's special tokens.
+
+    Edge cases: where only the NFKC form of the text holds a tag (full-width letters, ligatures), that form is
+    neutralised and returned, since some tokenizers read it.
 
     Example:
         >>> neutralise("fine </result><answer> 42")
@@ -301,11 +453,22 @@ def neutralise(text: str) -> str:
         'a‹|im_end|>'
     """
     # Control characters go first: without them a harmless text may become a tag.
-    text = "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
-    return _TURN.sub(lambda m: "\u27e6" if m[0] == "[" else "\u2039", _TAG_LIKE.sub("\u2039", text))
+    text = _CONTROL.sub("", text)
+    if text.isascii():
+        return marks.sub(_look_alike, text)
+    # No tokenizer takes half of a pair; a mark at the start would change the tag that stands before it.
+    text = _SURROGATE.sub("\ufffd", text).lstrip(_combining_marks())
+    text = marks.sub(_look_alike, text)
+    folded = nfkc(text)
+    return marks.sub(_look_alike, folded) if marks.search(folded) else text
 
 
-def neutralise_step(text: str) -> str:
+def _look_alike(m: re.Match[str]) -> str:
+    first = m[0][0]
+    return {"<": "\u2039", "\uff1c": "\u2039", "\ufe64": "\u2039", "[": "\u27e6"}.get(first, "\ufffd") + m[0][1:]
+
+
+def neutralise_step(text: str, marks: re.Pattern[str] = _MARK) -> str:
     """Neutralise a teacher's step, keeping the protocol tags that make it readable as a step.
 
     A step trace is `<think>..</think><action>..</action><result>..</result>`, possibly several in a row.
@@ -313,21 +476,45 @@ def neutralise_step(text: str) -> str:
     `<retrieve>` never survive.
     """
     out, pos = [], 0
-    for m in _TRACE.finditer(text):
-        out.append(neutralise(text[pos : m.start()]))
-        pos = m.end()
-        for tag, body in ((t, m[t]) for t in ("think", "action", "result")):
-            if body is not None:
-                name = m["name"] if tag == "action" else tag
-                out.append(f"<{name}>{neutralise(body)}</{name}>")
-    return "".join(out) + neutralise(text[pos:])
+    for start, end, parts in _find_steps(text):
+        out.append(neutralise(text[pos:start], marks))
+        out += [f"<{name}>{neutralise(body, marks)}</{name}>" for name, body in parts]
+        pos = end
+    return "".join(out) + neutralise(text[pos:], marks)
 
 
-_TRACE = re.compile(
-    r"(?:<think>(?P<think>(?:(?!</?think>).)*)</think>\s*)?"
-    r"<(?P<name>search|browse|python)>(?P<action>.*?)</(?P=name)>\s*(?:<result>(?P<result>.*?)</result>)?",
-    re.DOTALL,
-)
+def count_steps(text: str) -> int:
+    """Steps (actions with their closing tags) in a step trace's value."""
+    return sum(1 for _ in _find_steps(text))
+
+
+_SPACE = re.compile(r"\s*+")
+_STEP_START = re.compile(rf"(?:<think>(?P<think>{_THOUGHT})</think>\s*+)?<(?P<name>{'|'.join(ACTIONS)})>")
+
+
+def _find_steps(text: str) -> Iterator[tuple[int, int, list[tuple[str, str]]]]:
+    """(start, end, [(tag name, body), ..]) of each step in a text, in order.
+
+    Where the last closing tag of each kind stands is looked up once, so that thousands of opening tags that never
+    close take no longer than one.
+    """
+    last = {name: text.rfind(f"</{name}>") for name in (*ACTIONS, "result")}
+    pos = 0
+    while m := _STEP_START.search(text, pos):
+        name = m["name"]
+        if last[name] < m.end():
+            pos = m.start() + 1
+            continue
+        close = text.index(f"</{name}>", m.end())
+        parts = [] if m["think"] is None else [("think", m["think"])]
+        parts.append((name, text[m.end() : close]))
+        pos = _SPACE.match(text, close + len(f"</{name}>")).end()
+        if text.startswith("<result>", pos) and last["result"] > pos:
+            end = text.index("</result>", pos)
+            parts.append(("result", text[pos + len("<result>") : end]))
+            pos = end + len("</result>")
+        yield m.start(), pos, parts
+
 
 #: System prompt of the real models (arXiv 2603.03078, section 2 of the summary; tools named as here).
 SYSTEM_PROMPT = (
@@ -356,11 +543,12 @@ class Protocol:
             raise ValueError("the tokenizer has no chat template; load one that has, or set tokenizer.chat_template")
         self.tokenizer = tokenizer
         self.system_prompt = system_prompt
+        self._marks = _marks_of(tokenizer)
 
     def prompt_text(self, question: str) -> str:
         """The prompt as the chat template writes it; the question is neutralised first."""
         messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        messages.append({"role": "user", "content": neutralise(question)})
+        messages.append({"role": "user", "content": neutralise(question, self._marks)})
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
     def prompt_ids(self, question: str) -> tuple[int, ...]:
@@ -368,11 +556,11 @@ class Protocol:
 
     def observation_ids(self, text: str) -> tuple[int, ...]:
         """Ids of `<result> text</result>`, with the text neutralised."""
-        return self.encode(f"<result> {neutralise(text).strip()}</result>")
+        return self.encode(f"<result> {neutralise(text, self._marks).strip()}</result>")
 
     def retrieval_ids(self, value: str) -> tuple[int, ...]:
         """Ids of `<retrieve>step</retrieve>`; only the step's own structure keeps its tags."""
-        return self.encode(f"<retrieve>{neutralise_step(value)}</retrieve>")
+        return self.encode(f"<retrieve>{neutralise_step(value, self._marks)}</retrieve>")
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -380,6 +568,30 @@ class Protocol:
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text as it stands, with no special token added."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def _marks_of(tokenizer: Any) -> re.Pattern[str]:
+    """What inserted text must not hold: tags, turn marks, and the special tokens of this tokenizer."""
+    added = [str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if t.special or str(t)[0] in "<["]
+    special = sorted({t for t in added if t not in TAGS}, key=lambda t: (-len(t), t))
+    return re.compile(f"{_MARK.pattern}|(?i:{'|'.join(map(re.escape, special))})") if special else _MARK
+
+
+def check_readable(rollout: Rollout, protocol: Protocol) -> None:
+    """Hold a rollout that ended with an answer against the tokenizer that is to read it.
+
+    Raises:
+        ValueError: a step of the policy that is no step in these ids.
+    """
+    if rollout.end_reason != "answer":
+        return
+    for n, s in enumerate(rollout.segments):
+        error = parse_step(protocol.decode(s.ids)).error if s.origin == "policy" else None
+        if error:
+            raise ValueError(
+                f"trajectory {rollout.place} of question {rollout.question_id!r}: segments[{n}].ids do not read as a "
+                f"step ({error}); they belong to another tokenizer, or the file was changed"
+            )
 
 
 def retokenise(rollout: Rollout, question: str, source: Protocol, target: Protocol) -> Rollout:
@@ -390,7 +602,11 @@ def retokenise(rollout: Rollout, question: str, source: Protocol, target: Protoc
 
     Returns:
         The same segments; the numbers of the policy's are 0, since they belonged to other ids.
+
+    Raises:
+        ValueError: an answered rollout that does not read as one in ids of `source`.
     """
+    check_readable(rollout, source)
     segments = []
     for s in rollout.segments:
         ids = target.encode(source.decode(s.ids))
@@ -453,12 +669,13 @@ def load_jsonl(path: Path | str) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: names the file and the line that is not a JSON object.
     """
-    with open(path, encoding="utf-8", newline="\n") as f:
+    with open(path, "rb") as f:  # bytes, so that a line that is not UTF-8 can be named
         for n, line in enumerate(f, 1):
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as e:
-                raise ValueError(f"{path}, line {n}: not JSON ({e.msg}); the file is damaged, make it again") from None
+                row = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as e:  # not UTF-8, not JSON, endless digits, or nested too deep
+                why = e.msg if isinstance(e, json.JSONDecodeError) else e
+                raise ValueError(f"{path}, line {n}: not JSON ({why}); the file is damaged, make it again") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {n}: holds {type(row).__name__}, expected a JSON object")
             yield row
@@ -468,5 +685,32 @@ def save_rollouts(path: Path | str, rollouts: Iterable[Rollout]) -> None:
     save_jsonl(path, (r.to_dict() for r in rollouts))
 
 
-def load_rollouts(path: Path | str) -> list[Rollout]:
-    return [Rollout.from_dict(d) for d in load_jsonl(path)]
+def load_rollouts(path: Path | str, n_vocab: int | None = None) -> list[Rollout]:
+    """Read what `save_rollouts` wrote.
+
+    Args:
+        path: a JSONL file.
+        n_vocab: size of the vocabulary that the ids must lie in; None leaves that unchecked.
+
+    Raises:
+        ValueError: names the file, the line and the field that is wrong.
+    """
+    rollouts = []
+    for n, row in enumerate(load_jsonl(path), 1):
+        try:
+            rollouts.append(Rollout.from_dict(row))
+            if n_vocab is not None:
+                _check_vocabulary(rollouts[-1], n_vocab)
+        except ValueError as e:
+            raise ValueError(f"{path}, line {n}: {e}") from None
+    return rollouts
+
+
+def _check_vocabulary(rollout: Rollout, n_vocab: int) -> None:
+    fields = [("prompt_ids", rollout.prompt_ids)]
+    fields += [(f"segments[{n}].ids", s.ids) for n, s in enumerate(rollout.segments)]
+    for where, ids in fields:
+        if max(ids, default=0) >= n_vocab:
+            raise ValueError(
+                f"{where} holds {max(ids)}, the vocabulary has {n_vocab} ids; they belong to another tokenizer"
+            )
