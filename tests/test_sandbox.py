@@ -423,6 +423,11 @@ def test_the_same_native_code_without_the_barrier_succeeds(targets, name):
     assert done.stdout.strip() not in (blocked if isinstance(blocked, tuple) else (blocked,))
 
 
+def test_the_environment_s_secrets_do_not_reach_the_worker_at_all(probe):
+    assert "RAPO_SECRET_TOKEN" in os.environ
+    assert "RAPO_SECRET_TOKEN" not in psutil.Process(probe.pid).environ()
+
+
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
 def test_the_interpreter_runs_behind_the_barrier(arena):
     box = arena.boxes[3.0]
