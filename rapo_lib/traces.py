@@ -693,10 +693,12 @@ def load_rollouts(path: Path | str, n_vocab: int | None = None) -> list[Rollout]
         n_vocab: size of the vocabulary that the ids must lie in; None leaves that unchecked.
 
     Raises:
-        ValueError: names the file, the line and the field that is wrong.
+        ValueError: names the file, the line and the field that is wrong, or a shipped file that is damaged.
     """
+    from rapo_lib.pocket.files import checked  # which itself writes with this module
+
     rollouts = []
-    for n, row in enumerate(load_jsonl(path), 1):
+    for n, row in enumerate(load_jsonl(checked(Path(path))), 1):
         try:
             rollouts.append(Rollout.from_dict(row))
             if n_vocab is not None:
