@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import nbformat
 import torch
 
 from rapo_lib.config import PROFILES, RESULTS, ROOT
-from rapo_lib.driver import NOTEBOOKS, cells_hash, stamp_of
+from rapo_lib.driver import cells_hash, select_notebooks, stamp_of
 from rapo_lib.pocket.files import checksums, compare_checksums
 from rapo_lib.traces import write_text_atomic
 
@@ -48,13 +49,7 @@ def collect(profile: str, source: Path | None = None, target: Path = REFERENCE) 
         ValueError: a notebook has not been executed in its present form, or the copy is above 30 MB.
     """
     source = source or RESULTS / profile
-    notebooks = {p.stem: cells_hash(nbformat.read(p, as_version=4)) for p in sorted(NOTEBOOKS.glob("*.ipynb"))}
-    stamps = {name: stamp_of(source / "notebooks" / f"{name}.ipynb") for name in notebooks}
-    stale = [name for name, h in notebooks.items() if stamps[name].get("cells") != h]
-    if stale:
-        raise ValueError(
-            f"not executed in their present form: {', '.join(stale)}; run ./run_all.sh --profile {profile} first"
-        )
+    notebooks, stamps = _executed(profile, select_notebooks(()), source)
     shutil.rmtree(target, ignore_errors=True)
     for name in notebooks:
         _copy(source / "notebooks" / f"{name}.ipynb", target / "notebooks" / f"{name}.ipynb")
@@ -63,11 +58,51 @@ def collect(profile: str, source: Path | None = None, target: Path = REFERENCE) 
     runs = sorted(p.parent for p in (source / "runs").rglob("done.json"))
     for run in runs:
         _copy_run(run, target / run.relative_to(source))
-    manifest = write_manifest(target, make_manifest(profile, notebooks, stamps, runs))
-    size = sum(p.stat().st_size for p in target.rglob("*") if p.is_file())
-    if size > MAX_BYTES:
-        raise ValueError(f"{target} has {size / 1e6:.1f} MB; at most {MAX_BYTES / 1e6:.0f} MB are committed")
-    return manifest
+    return write_manifest(target, make_manifest(profile, notebooks, stamps, runs))
+
+
+def add(profile: str, only: Sequence[str], source: Path | None = None, target: Path = REFERENCE) -> dict[str, Any]:
+    """Copy some notebooks that were executed later, their figures, and the runs that are not there yet.
+
+    The rest stays as it was; the manifest names the commit of each added notebook.
+
+    Args:
+        profile: which one. only: beginnings of the notebooks' names. source: its results folder. target: where
+            collected results lie.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ValueError: a notebook has not been executed in its present form, or is not there.
+    """
+    source, manifest = source or RESULTS / profile, read_manifest(target)
+    notebooks, stamps = _executed(profile, select_notebooks(only), source)
+    for name in notebooks:
+        _copy(source / "notebooks" / f"{name}.ipynb", target / "notebooks" / f"{name}.ipynb")
+        for figure in (source / "figures").glob(f"{name.split('_')[0]}_*"):
+            _copy(figure, target / "figures" / figure.name)
+    there = {p.parent.name for p in (target / "runs").rglob("done.json")}
+    runs = sorted(p.parent for p in (source / "runs").rglob("done.json") if p.parent.name not in there)
+    for run in runs:
+        _copy_run(run, target / run.relative_to(source))
+    manifest["notebooks"] |= notebooks
+    manifest["seconds"] |= {name: stamp["seconds"] for name, stamp in stamps.items()}
+    manifest["added"] = manifest.get("added", {}) | dict.fromkeys(notebooks, _commit())
+    manifest["runs"] += len(runs)
+    return write_manifest(target, manifest)
+
+
+def _executed(profile: str, notebooks: Sequence[Path], source: Path) -> tuple[dict[str, str], dict[str, dict]]:
+    """Hash of the code cells and stamp of each notebook's executed copy; ValueError when one is missing or stale."""
+    hashes = {p.stem: cells_hash(nbformat.read(p, as_version=4)) for p in notebooks}
+    stamps = {name: stamp_of(source / "notebooks" / f"{name}.ipynb") for name in hashes}
+    stale = [name for name, h in hashes.items() if stamps[name].get("cells") != h]
+    if stale:
+        raise ValueError(
+            f"not executed in their present form: {', '.join(stale)}; run ./run_all.sh --profile {profile} first"
+        )
+    return hashes, stamps
 
 
 def _copy(path: Path, to: Path) -> None:
@@ -85,14 +120,11 @@ def _copy_run(run: Path, to: Path) -> None:
 
 def make_manifest(profile: str, notebooks: dict[str, str], stamps: dict[str, dict], runs: list[Path]) -> dict[str, Any]:
     """Where the results come from: commit, versions, device, seeds, seconds, the hash of each notebook's code cells."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, encoding="utf-8", check=True
-    ).stdout.strip()
     seeds = sorted({json.loads((r / "config.json").read_text(encoding="utf-8"))["seed"] for r in runs})
     return {
         "profile": profile,
         "about": PROFILES[profile].about,
-        "commit": commit,
+        "commit": _commit(),
         "python": platform.python_version(),
         "versions": {p: version(p) for p in PACKAGES},
         "device": "cuda" if torch.cuda.is_available() else "cpu",
@@ -104,8 +136,20 @@ def make_manifest(profile: str, notebooks: dict[str, str], stamps: dict[str, dic
     }
 
 
+def _commit() -> str:
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout.strip()
+
+
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Write MANIFEST.json with the sha256 of every other file of the folder, and return it."""
+    """Write MANIFEST.json with the sha256 of every other file of the folder, and return it.
+
+    Raises:
+        ValueError: the folder is above 30 MB.
+    """
+    size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    if size > MAX_BYTES:
+        raise ValueError(f"{folder} has {size / 1e6:.1f} MB; at most {MAX_BYTES / 1e6:.0f} MB are committed")
     manifest = {k: v for k, v in manifest.items() if k != "files"} | {"files": checksums(folder, MANIFEST)}
     write_text_atomic(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return manifest
@@ -167,15 +211,16 @@ def set_readme(table: str, readme: Path = ROOT / "README.md") -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """`python -m rapo_lib.reference PROFILE | --check | --sums`."""
+    """`python -m rapo_lib.reference PROFILE [--only LIST] | --check | --sums`."""
     parser = argparse.ArgumentParser(prog="python -m rapo_lib.reference", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("profile", nargs="?", choices=PROFILES, help="collect the results of this profile")
     what.add_argument("--check", action="store_true", help="compare the files with the sums in MANIFEST.json")
     what.add_argument("--sums", action="store_true", help="write the sums of the files as they are into MANIFEST.json")
+    parser.add_argument("--only", default="", help="with a profile: add these notebooks, such as 08, keep the rest")
     a = parser.parse_args(arguments)
     if a.profile:
-        manifest = collect(a.profile)
+        manifest = add(a.profile, a.only.split(",")) if a.only else collect(a.profile)
         print(json.dumps({k: v for k, v in manifest.items() if k != "files"}, indent=1))
         set_readme((REFERENCE / "tables" / "readme.md").read_text(encoding="utf-8"))
         return

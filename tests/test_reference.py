@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import nbformat
 import pytest
 
@@ -11,6 +14,7 @@ from rapo_lib.reference import (
     MAX_BYTES,
     README_BLOCK,
     REFERENCE,
+    add,
     collect,
     main,
     read_manifest,
@@ -140,3 +144,27 @@ def test_a_readme_without_marks_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("no marks", encoding="utf-8")
     with pytest.raises(ValueError, match="lacks the marks"):
         set_readme("| a |", tmp_path / "README.md")
+
+
+def test_a_notebook_that_was_executed_later_is_added_and_the_rest_stays(tmp_path):
+    source, target = tmp_path / "study", tmp_path / "reference"
+    name = "00_start_here"
+    shutil.copytree(REFERENCE, target)
+    (target / "notebooks" / f"{name}.ipynb").write_text("older", encoding="utf-8")
+    (source / "notebooks").mkdir(parents=True)
+    shutil.copy(REFERENCE / "notebooks" / f"{name}.ipynb", source / "notebooks")
+    (old,) = list(REFERENCE.glob("runs/*/rapo/seed0-*"))[:1]
+    for folder in (old.name, "seed7-0123abcd"):
+        shutil.copytree(old, source / "runs" / "later" / "rapo" / folder)
+    (source / "figures").mkdir()
+    (source / "figures" / "00_new.png").write_bytes(b"picture")
+    before = read_manifest(target)
+    manifest = add("study", ["00"], source, target)
+    assert manifest["runs"] == before["runs"] + 1 and manifest["added"].keys() >= {name}
+    assert manifest["notebooks"] == before["notebooks"] and manifest["commit"] == before["commit"]
+    new = {p for p in manifest["files"] if p not in before["files"]}
+    assert "figures/00_new.png" in new and {Path(p).parent.name for p in new} == {"figures", "seed7-0123abcd"}
+    assert verify_reference(target) == len(manifest["files"])
+    assert {p: manifest["files"][p] for p in before["files"]} == before["files"]
+    with pytest.raises(ValueError, match="not executed in their present form: 01_.*; run ./run_all.sh --profile study"):
+        add("study", ["01"], source, target)
