@@ -129,12 +129,12 @@ def _limit(name: str, value: int) -> bool:
 
 def _address_space() -> int:
     """Bytes of address space in use; OSError where the system does not tell (macOS, which enforces no limit either)."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _mapped() -> list[str]:
     """Files mapped into this process: Python, its libraries, the loader."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return sorted({line.split(maxsplit=5)[5] for line in lines if "/" in line})
 
 
@@ -197,7 +197,7 @@ def _no_new_privileges() -> bool:
 def _no_capabilities() -> bool:
     """Root's programs start without its powers; others have none to lose."""
     if os.geteuid() == 0:
-        last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+        last = int(Path("/proc/sys/kernel/cap_last_cap").read_text(encoding="utf-8"))
         for capability in range(last + 1):
             _prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
     return True

@@ -194,6 +194,8 @@ class Rollout:
 
     def to_dict(self) -> dict[str, Any]:
         d = {k: getattr(self, k) for k in ("question_id", "prompt_ids", "place", "hybrid", "end_reason", "reward")}
+        if d["reward"] is not None and not math.isfinite(d["reward"]):
+            d["reward"] = None  # JSON has no NaN; either way there is no reward
         return d | {"segments": [asdict(s) for s in self.segments]}
 
     @classmethod

@@ -76,8 +76,8 @@ MUTANTS = [
     _m(4, "rollout", "ids = ids[: self.limits.max_completion - a]", "ids = ids[: len(self.ids[0]) - a]"),
     _m(5, "traces", 'return [int(s.origin == "policy") for', 'return [int(s.origin != "retrieval") for'),
     _m(6, "traces", "        if tag in text:\n", "        if False:\n"),
-    _m(7, "traces", "{neutralise(text).strip()}</result>", "{text.strip()}</result>"),
-    _m(7, "traces", "<retrieve>{neutralise_step(value)}</retrieve>", "<retrieve>{value}</retrieve>"),
+    _m(7, "traces", "{neutralise(text, self._marks).strip()}</result>", "{text.strip()}</result>"),
+    _m(7, "traces", "<retrieve>{neutralise_step(value, self._marks)}</retrieve>", "<retrieve>{value}</retrieve>"),
     _m(8, "trainer", "start = attention.argmax(1)", "start = 0 * attention.argmax(1)"),
     _m(
         8,
@@ -103,10 +103,10 @@ MUTANTS = [
         "    answer = protocol.decode(rollout.completion_ids)\n",
     ),
     _m(12, "rewards", "a, b = parse_number(pred), parse_number(gold)", "a = b = None"),
-    _m(12, "rewards", "boxes[-1].end()", "boxes[0].end()"),
+    _m(12, "rewards", "boxes = deque(_BOX.finditer(text), maxlen=1)", "boxes = list(_BOX.finditer(text))"),
     _m(12, "rewards", 'pred != "" and pred == normalise_answer(gold)', "pred == normalise_answer(gold)"),
     _m(12, "rewards", '_ARTICLES.sub(" ", text)', "text"),
-    _m(13, "traces", r"s*(?:(?:<think>)?(?P<thought>", r"s*(?:<think>(?P<thought>"),
+    _m(13, "traces", r"s*+(?:(?:<think>)?(?P<thought>", r"s*+(?:<think>(?P<thought>"),
     _m(14, "rewards", "MATH_LIMIT_SEC = 2.0", "MATH_LIMIT_SEC = 20.0"),
     _m(
         15,
@@ -255,12 +255,12 @@ MUTANTS = [
         "table, greedy=False)\n        self._save()\n",
         "table, greedy=False)\n",
     ),
-    _m(44, "traces", 'with open(path, encoding="utf-8", newline="\\n") as f:', "with open(path) as f:"),
+    _m(44, "traces", 'json.loads(line.decode("utf-8"))', 'json.loads(line.decode(__import__("locale").getencoding()))'),
     _m(
         44,
         "traces",
-        'with open(path, encoding="utf-8", newline="\\n") as f:',
-        "with open(path, encoding='cp1252') as f:",
+        'json.loads(line.decode("utf-8"))',
+        'json.loads(line.decode("cp1252"))',
     ),
 ]
 

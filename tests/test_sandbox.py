@@ -251,9 +251,7 @@ def test_a_forked_child_starts_its_own_worker_and_the_parent_keeps_its_own(box):
         assert os.waitpid(child, 0)[1] == 0
         assert box.run(["3 + 3"])[0].text == "6" and box._worker.pid == mine
     """)
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True, encoding="utf-8"
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     assert box._worker.pid == pid
 
@@ -269,9 +267,7 @@ box.run(["1"])
 print(*[p.pid for p in psutil.Process().children(recursive=True)], flush=True)
 {end}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, text=True, encoding="utf-8"
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, encoding="utf-8")
     pids = [int(p) for p in done.stdout.split()]
     assert len(pids) >= 2
     for _ in range(100):
@@ -390,7 +386,7 @@ def targets():
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o777)
     for name in ("secret", "victim"):
-        (folder / name).write_text("hush")
+        (folder / name).write_text("hush", encoding="utf-8")
         (folder / name).chmod(0o666)
     user = {"user": 65534} if IS_ROOT else {}
     with socket.create_server(("127.0.0.1", 0)) as server, subprocess.Popen(["sleep", "600"], **user) as bystander:
@@ -419,7 +415,7 @@ def test_the_same_native_code_without_the_barrier_succeeds(targets, name):
     script = "import sys\nfrom tests.native_probe import drop_root, run\ndrop_root()\nprint(run(sys.argv[1]))"
     argv = [sys.executable, "-c", script, code.format(**targets)]
     env = os.environ | {"RAPO_SECRET_TOKEN": "hush", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd="/tmp", env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(argv, cwd="/tmp", env=env, capture_output=True, encoding="utf-8", timeout=60, check=True)
     assert done.stdout.strip() not in (blocked if isinstance(blocked, tuple) else (blocked,))
 
 
@@ -434,11 +430,15 @@ def test_the_interpreter_runs_behind_the_barrier(arena):
     assert text(box, "1 + 1 # alive") == "2"
     (interpreter,) = psutil.Process(box._worker.pid).children()
     folder = Path(f"/proc/{interpreter.pid}")
-    limits = {row[:26].strip(): row[26:].split()[:2] for row in (folder / "limits").read_text().splitlines()}
+    limits = {
+        row[:26].strip(): row[26:].split()[:2] for row in (folder / "limits").read_text(encoding="utf-8").splitlines()
+    }
     assert limits["Max processes"] == limits["Max file size"] == limits["Max core file size"] == ["0", "0"]
     assert limits["Max cpu time"] == ["600", "600"] and limits["Max open files"] == ["64", "64"]
     assert int(limits["Max address space"][1]) < 2 << 30
-    status = dict(row.split(":\t", 1) for row in (folder / "status").read_text().splitlines() if ":\t" in row)
+    status = dict(
+        row.split(":\t", 1) for row in (folder / "status").read_text(encoding="utf-8").splitlines() if ":\t" in row
+    )
     assert status["CapEff"].strip("0") == "" and status["Uid"].split()[0] != "0"
     for part, row, value in (("no new privileges", "NoNewPrivs", "1"), (SECCOMP, "Seccomp", "2")):
         assert status[row] == value or part not in box.barrier()
@@ -450,7 +450,7 @@ def test_the_interpreter_runs_behind_the_barrier(arena):
 def test_the_interpreter_of_root_has_no_capabilities(box):
     assert text(box, "2 + 1 # alive") == "3"
     (interpreter,) = psutil.Process(box._worker.pid).children()
-    status = Path(f"/proc/{interpreter.pid}/status").read_text()
+    status = Path(f"/proc/{interpreter.pid}/status").read_text(encoding="utf-8")
     assert re.findall(r"Cap(?:Prm|Eff|Bnd):\t(\w+)", status) == ["0" * 16] * 3
 
 
@@ -545,7 +545,7 @@ def fake(tmp_path, monkeypatch):
     boxes = []
 
     def install(source):
-        (tmp_path / "pydantic_monty.py").write_text(source)
+        (tmp_path / "pydantic_monty.py").write_text(source, encoding="utf-8")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         boxes.append(Sandbox(LIMITS))
         return boxes[0]
@@ -662,7 +662,7 @@ on = False
 sources = [s.decode() if isinstance(s, bytes) else s for s in seen if isinstance(s, (str, bytes))]
 print(*{{w for s in sources for w in re.findall("[a-z_]\\\\w*", s, re.IGNORECASE)}})
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=120, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     words = set(done.stdout.split())
     assert "Integer" in words  # plain arithmetic does go through Python's parser, as text of digits and operators

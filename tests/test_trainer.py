@@ -608,7 +608,9 @@ def test_rollout_metrics_by_hand():
 
     def rollout(segments, hybrid, reward, question="q", end_reason="answer"):
         rest = dict(prompt_ids=[1], place=0, end_reason=end_reason)
-        return own({"question_id": question, "segments": segments, "hybrid": hybrid, "reward": reward} | rest)
+        out = own({"question_id": question, "segments": segments, "hybrid": hybrid, "reward": None} | rest)
+        out.reward = reward  # NaN is never read from a file
+        return out
 
     rollouts = [
         rollout(
