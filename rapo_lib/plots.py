@@ -79,7 +79,7 @@ STYLES: dict[str, tuple[str, Any]] = {
     "rapo_weak": (_COLOURS[3], (0, (5, 1, 1, 1, 1, 1))),
     "rapo_spare": (_COLOURS[1], "-."),
     "rapo_to_spare": (_COLOURS[7], ":"),
-    "too_fast": (_COLOURS[3], "-."),
+    "too_fast": (_COLOURS[5], "--"),
     "teacher": (_COLOURS[1], "--"),
     "weak": (_COLOURS[3], "--"),
     "rapo_sign_aware": (_COLOURS[8], "-"),
