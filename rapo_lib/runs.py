@@ -552,12 +552,9 @@ def _prepare(partial: Path, config: RunConfig, inputs: str) -> None:
                 f"{partial} belongs to another run: {name} is {getattr(there, name)!r} there and "
                 f"{getattr(here, name)!r} here; move it away or delete it"
             )
-        since = json.loads(started.read_text(encoding="utf-8")) if started.exists() else {}
-        if (
-            since.get("inputs") == inputs
-            and since["started_at"] >= _fresh_since()
-            or read_done(partial, config, inputs)
-        ):
+        begun = json.loads(started.read_text(encoding="utf-8")) if started.exists() else {}
+        current = begun.get("inputs") == inputs and begun["started_at"] >= _fresh_since()
+        if current or read_done(partial, config, inputs):
             return
     started.unlink(missing_ok=True)  # first: a folder that is half deleted is never gone on with
     shutil.rmtree(partial, ignore_errors=True)
@@ -584,6 +581,9 @@ def finish_run(executor: str, folder: Path, inputs: str) -> dict[str, Any]:
     module, name = executor.split(":")
     start = time.time()
     facts = getattr(importlib.import_module(module), name)(config, folder)
+    for leftover in folder.rglob(".*"):  # of a write that was killed
+        if leftover.is_file():
+            leftover.unlink()
     files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in UNCHECKED)
     sums = {p.relative_to(folder).as_posix(): _sha256(p) for p in files if p.relative_to(folder).parts[0] != WORK}
     row = {"config_hash": config.hash(), "inputs_hash": inputs, "seconds": round(time.time() - start, 1)}

@@ -212,8 +212,10 @@ def test_what_is_half_done_is_gone_on_with(toy, tmp_path, monkeypatch):
     _until(lambda: not _alive(int(toy.log()[0].split()[0])))
     assert (partial / "work" / "step").exists() and not list(toy.folder.glob("main/half/seed*"))
 
+    (partial / ".metrics.parquet.x1").write_bytes(b"half")  # what a kill in the middle of a write leaves
     (run,) = toy([RunConfig(method="half")])
-    assert len(toy.log()) == 2 and run.done and not partial.exists() and not (run.folder / "work").exists()
+    assert len(toy.log()) == 2 and run.done and not partial.exists()
+    assert sorted(p.name for p in run.folder.iterdir()) == ["config.json", "done.json", "log.txt", "metrics.parquet"]
 
 
 def half_done(toy, config: RunConfig, inputs: str = "fixed") -> Path:
