@@ -252,10 +252,9 @@ MUTANTS = [
     _m(
         43,
         "execution",
-        "table, greedy=False)\n        self._save()\n",
-        "table, greedy=False)\n",
+        '        else:\n            self._write_table("metrics", pd.DataFrame(self.metrics))\n',
+        "",
     ),
-    _m(44, "traces", 'json.loads(line.decode("utf-8"))', 'json.loads(line.decode(__import__("locale").getencoding()))'),
     _m(
         44,
         "traces",
