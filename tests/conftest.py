@@ -6,17 +6,24 @@ tokens use `script`, which replaces the decoder by one that writes given steps.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from rapo_lib.policy import Policy
 from rapo_lib.traces import TAGS, Protocol
+
+# Generated examples: the same ones each time, or (`--hypothesis-profile campaign`) ten times as many of a new seed.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("campaign", max_examples=1000, deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 CORPUS = [
     "need employer of Kavelo search browse python answer code 42 hotel convert(42, feet) blog of Lumiro link second",
@@ -67,6 +74,18 @@ def make_model(tokenizer: Any, family: str = "qwen3", *, tied: bool = True, seed
             if parameter.ndim == 1:
                 parameter.data.add_(0.2 * torch.randn_like(parameter))
     return model
+
+
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its options
+def pytest_configure(config: pytest.Config) -> None:
+    """A campaign gets a random seed, which the summary prints."""
+    if config.getoption("hypothesis_profile") == "campaign" and config.getoption("hypothesis_seed") is None:
+        config.option.hypothesis_seed = str(secrets.randbits(32))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("hypothesis_profile") == "campaign":
+        terminalreporter.write_line(f"campaign with --hypothesis-seed={config.getoption('hypothesis_seed')}")
 
 
 @dataclass
