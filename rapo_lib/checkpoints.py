@@ -67,6 +67,8 @@ def _fault(checkpoint: Path) -> str:
         return ""
     except (ValueError, KeyError, TypeError):
         return f"{COMPLETE} cannot be read"
+    if not isinstance(want, dict):
+        return f"{COMPLETE} holds no sums"
     got = file_sums(checkpoint)
     for name in sorted(want.keys() | got.keys()):
         if got.get(name) != want.get(name):
@@ -75,13 +77,13 @@ def _fault(checkpoint: Path) -> str:
 
 
 def refuse_other_run(checkpoint: Path, identity: Mapping[str, Any]) -> None:
-    """Raise ValueError when a checkpoint was written under another configuration, naming the first difference."""
+    """Raise ValueError when a checkpoint was written by a run with other values, naming the first difference."""
     there = json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))["run"]
     here = json.loads(json.dumps(identity))
-    for name in sorted(there.keys() | here.keys()):
-        if there.get(name) != here.get(name):
+    for name in sorted(here):
+        if there.get(name) != here[name]:
             raise ValueError(
-                f"{checkpoint} belongs to another run: {name} is {there.get(name)!r} there and {here.get(name)!r} "
+                f"{checkpoint} belongs to another run: {name} is {there.get(name)!r} there and {here[name]!r} "
                 "here; choose another folder, or move the checkpoint away to start from the beginning"
             )
 
@@ -108,13 +110,17 @@ class ExactCheckpoints(Trainer):
         """
         if checkpoint is None:
             return self.train()
-        refuse_other_run(Path(checkpoint), self.run_identity)
+        refuse_other_run(Path(checkpoint), self._identity())
         state = json.loads((Path(checkpoint) / PLACE).read_text(encoding="utf-8"))
         if state["global_step"] < state["max_steps"]:
             return self.train(resume_from_checkpoint=str(checkpoint))
         self._load_from_checkpoint(str(checkpoint))
         self.state = type(self.state).load_from_json(str(Path(checkpoint) / PLACE))
         return None
+
+    def _identity(self) -> dict[str, Any]:
+        """The run, and what the states of its generators belong to."""
+        return {**self.run_identity, "device": self.args.device.type, "processes": self.args.world_size}
 
     # ------------------------------------------------------------------------- transformers' own hooks
 
@@ -135,18 +141,22 @@ class ExactCheckpoints(Trainer):
         """Sums last, then the move; older checkpoints go when the new one is in its place."""
         if self.on_checkpoint is not None:
             self.on_checkpoint(written)
-        row = {"global_step": self.state.global_step, "run": dict(self.run_identity), "files": file_sums(written)}
+        row = {"global_step": self.state.global_step, "run": self._identity(), "files": file_sums(written)}
         write_text_atomic(written / COMPLETE, json.dumps(row, indent=1) + "\n")
         place = Path(self.args.output_dir, written.name)
         shutil.rmtree(place, ignore_errors=True)  # a damaged one
         os.replace(written, place)
         written.parent.rmdir()
-        for old in sorted(place.parent.glob("checkpoint-*"), key=_step)[:-KEEP]:
+        others = sorted((p for p in place.parent.glob("checkpoint-*") if p != place), key=_step)
+        # Those of later steps are damaged ones that a resumed run passed over; they come again.
+        earlier = [p for p in others if _step(p) < self.state.global_step]
+        for old in set(others) - set(earlier[1 - KEEP :]):
             shutil.rmtree(old)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         # The adapter alone: the base model and the tokenizer do not change.
-        self.accelerator.unwrap_model(self.model).save_pretrained(output_dir, save_embedding_layers=False)
+        if self.args.should_save:
+            self.accelerator.unwrap_model(self.model).save_pretrained(output_dir, save_embedding_layers=False)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.args.should_save:

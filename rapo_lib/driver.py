@@ -28,8 +28,11 @@ from filelock import FileLock, Timeout
 
 from rapo_lib.config import ROOT, Profile
 from rapo_lib.runs import advice, library_hash, results_folder
+from rapo_lib.traces import write_text_atomic
 
 NOTEBOOKS = ROOT / "notebooks"
+#: In a profile's folder while a `--fresh` batch is not finished: the moment at which it was begun.
+FRESH = ".fresh"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -227,7 +230,8 @@ def run_notebooks(
     Args:
         profile: how much is run. only: beginnings of file names; empty for all.
         jobs: training runs at once; None for the profile's number.
-        fresh: do finished notebooks and their runs again. folder: where the notebooks are.
+        fresh: do finished notebooks and their runs again; a fresh batch that was interrupted goes on. folder: where
+            the notebooks are.
 
     Returns:
         0, or 1 when a notebook failed; the ones after it are not started.
@@ -236,8 +240,11 @@ def run_notebooks(
     out.mkdir(parents=True, exist_ok=True)
     try:
         notebooks = select_notebooks(only, folder)
-        with FileLock(out / ".driver.lock", timeout=0), _settings(profile, fresh):
-            return _run_all(profile, notebooks, out, jobs or profile.jobs, fresh)
+        with FileLock(out / ".driver.lock", timeout=0), _settings(profile, _fresh_since(out, fresh)) as since:
+            code = _run_all(profile, notebooks, out, jobs or profile.jobs, since)
+            if code == 0:
+                (out / FRESH).unlink(missing_ok=True)
+            return code
     except Timeout:
         print(f"another run_all.sh is working in {out}; wait for it, or choose another profile", file=sys.stderr)
     except (ValueError, OSError) as e:
@@ -248,29 +255,37 @@ def run_notebooks(
     return 1
 
 
+def _fresh_since(out: Path, fresh: bool) -> float:
+    """From when on results count: the moment at which the fresh batch that is not finished was begun, else 0."""
+    mark = out / FRESH
+    if fresh and not mark.exists():
+        write_text_atomic(mark, str(time.time()))
+    return float(mark.read_text(encoding="utf-8")) if fresh else 0.0
+
+
 @contextmanager
-def _settings(profile: Profile, fresh: bool):
+def _settings(profile: Profile, since: float):
     """Variables of this batch for kernels and runs."""
-    mine = {"RAPO_FRESH_SINCE": str(time.time())} if fresh else {}
+    mine = {"RAPO_FRESH_SINCE": str(since)} if since else {}
     mine |= {"HF_HUB_OFFLINE": "1"} if profile.offline else {}
     before = {k: os.environ.get(k) for k in mine}
     os.environ |= mine
     try:
-        yield
+        yield since
     finally:
         for k, v in before.items():
             os.environ.pop(k)
             os.environ |= {k: v} if v is not None else {}
 
 
-def _run_all(profile: Profile, notebooks: list[Path], out: Path, jobs: int, fresh: bool) -> int:
+def _run_all(profile: Profile, notebooks: list[Path], out: Path, jobs: int, since: float) -> int:
     if not notebooks:
         print("there are no notebooks to run", file=sys.stderr)
         return 1
     print(f"profile {profile.name}: {profile.about}; results go to {_shown(out)}")
     library, rows = library_hash(), []
     for path in notebooks:
-        rows.append(_run_one(path, out / "notebooks", profile, library, jobs, fresh))
+        rows.append(_run_one(path, out / "notebooks", profile, library, jobs, since))
         if rows[-1][1] == "failed":
             rows += [(p.stem, "not started", 0.0) for p in notebooks[len(rows) :]]
             break
@@ -278,12 +293,12 @@ def _run_all(profile: Profile, notebooks: list[Path], out: Path, jobs: int, fres
     return int(any(status == "failed" for _, status, _ in rows))
 
 
-def _run_one(path: Path, out: Path, profile: Profile, library: str, jobs: int, fresh: bool) -> tuple[str, str, float]:
+def _run_one(path: Path, out: Path, profile: Profile, library: str, jobs: int, since: float) -> tuple[str, str, float]:
     """(name, status, minutes) of one notebook; prints its line."""
     nb, copy = nbformat.read(path, as_version=4), out / path.name
     stamp = {"cells": cells_hash(nb), "profile": profile.hash(), "library": library, "after": _earlier(path, out)}
     old = stamp_of(copy)
-    if not fresh and {k: old.get(k) for k in stamp} == stamp:
+    if {k: old.get(k) for k in stamp} == stamp and old["finished_at"] >= since:
         print(f"{path.stem:<32} there already")
         return path.stem, "there already", old["seconds"] / 60
     line, start = _Line(path.stem), time.time()

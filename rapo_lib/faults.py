@@ -235,6 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     parser.add_argument("--folder", type=Path, help="keep everything in this folder (default: a temporary one)")
     a = parser.parse_args(arguments)
+    if a.folder and a.folder.exists() and any(a.folder.iterdir()):
+        parser.error(f"{a.folder} is not empty: runs that lie there would not be done, and so not be killed")
     with tempfile.TemporaryDirectory() as temporary:
         campaign, same = Campaign(a.folder or Path(temporary), a.seed), 0
         points = sorted(POINTS)

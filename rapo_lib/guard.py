@@ -1,6 +1,6 @@
 """The collapse guard: watches the metrics of a run and says when it has stopped learning, and why.
 
-Notebook 05 shows its figure (`plots.plot_health`). The guard only looks: it draws nothing at random and changes
+Notebook 08 shows its figure (`plots.plot_health`). The guard only looks: it draws nothing at random and changes
 nothing. It holds no state beyond the rows it was given, so a resumed run feeds it the earlier rows again.
 """
 
@@ -119,7 +119,7 @@ class CollapseGuard:
             return None
         return (
             f"the mean reward of {WINDOW} steps fell to {mean:.3f}, from {self._best_reward:.3f} at RL step "
-            f"{self._best_step}; go back to a checkpoint from then and lower learning_rate, or set kl_coef above 0"
+            f"{self._best_step}; best/ holds the adapter of the best validation; lower learning_rate or raise kl_coef"
         )
 
     def _entropy(self) -> str | None:
@@ -157,7 +157,7 @@ class CollapseGuard:
         share = self._nearly_all("truncated_frac")
         return share and (
             f"in {IN_A_ROW} steps in a row {share} of all rollouts were cut at the length limit, so hardly any can "
-            "answer; raise max_completion, or go back to an earlier checkpoint if the policy has begun to repeat itself"
+            "answer; raise max_completion, or take the adapter in best/ if the policy has begun to repeat itself"
         )
 
     def _tools(self) -> str | None:

@@ -18,6 +18,8 @@ _LOOPS = {
     ),
     "endless loop in finally": ("try:\n  1 / 0\nfinally:\n  while True: pass", "time"),
     "loop over a list that grows": ("a = [0]\nfor x in a: a.append(x)", "memory"),
+    "shared references that unfold": ("a = [0] * 1000\nb = [a] * 1000\n[b] * 1000", "time"),
+    "shared references, nested": ("a = [0]\nfor _ in range(25): a = [a, a]\na", "time"),
     "nested loops": ("for i in range(10**9):\n  for j in range(10**9): pass", "time"),
     "sum of a huge range": ("sum(range(10**12))", "time"),
     "in on a huge range": ("'x' in range(10**12)", "ok"),

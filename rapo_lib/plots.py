@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from matplotlib.ticker import PercentFormatter
 
-from rapo_lib.guard import METRIC_OF, Alarm, find_alarms
+from rapo_lib.guard import KEYS, METRIC_OF, Alarm, find_alarms
 from rapo_lib.objective import retrieval_reward
 from rapo_lib.stats import MIN_SEEDS, bootstrap_interval, t_interval
 from rapo_lib.traces import Rollout
@@ -358,14 +358,6 @@ def _bar(ax: Axes, x: float, values: np.ndarray, width: float, colour: str, labe
 
 #: Panels of `plot_health`, in reading order: metric -> name of its alarm.
 _HEALTH = {metric: kind for kind, metric in METRIC_OF.items()}
-_HEALTH_ORDER = (
-    "reward",
-    "entropy",
-    "completion_tokens",
-    "truncated_frac",
-    "tool_failures_frac",
-    "groups_no_signal_frac",
-)
 #: Alarms named above a panel; the rest is counted.
 _NAMED_ALARMS = 2
 
@@ -386,7 +378,7 @@ def plot_health(metrics: pd.DataFrame, *, group: str = "variant") -> np.ndarray:
     runs = {key: part.sort_values("rl_step") for key, part in metrics.groupby([group, "seed"], sort=False)}
     alarms = {key: find_alarms(part.to_dict("records")) for key, part in runs.items()}
     axes = new_axes(6)
-    for ax, metric in zip(axes.flat, _HEALTH_ORDER, strict=True):
+    for ax, metric in zip(axes.flat, KEYS, strict=True):
         _name_axis(ax, "x", "rl_step")
         _name_axis(ax, "y", metric)
         if metric not in metrics or not metrics[metric].notna().any():

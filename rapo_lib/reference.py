@@ -219,6 +219,8 @@ def main(arguments: list[str] | None = None) -> None:
     what.add_argument("--sums", action="store_true", help="write the sums of the files as they are into MANIFEST.json")
     parser.add_argument("--only", default="", help="with a profile: add these notebooks, such as 08, keep the rest")
     a = parser.parse_args(arguments)
+    if a.only and not a.profile:
+        parser.error("--only goes with a profile")
     if a.profile:
         manifest = add(a.profile, a.only.split(",")) if a.only else collect(a.profile)
         print(json.dumps({k: v for k, v in manifest.items() if k != "files"}, indent=1))

@@ -120,9 +120,17 @@ def library_hash() -> str:
 
 def inputs_hash(config: RunConfig) -> str:
     """8 hex digits of the modules and data that act on a run."""
+    return hash_files([*_acting_modules(), *(p for p in _data_of(config) if p.exists())], skip=CHOOSING)
+
+
+def code_hash() -> str:
+    """8 hex digits of the modules that act on runs."""
+    return hash_files(_acting_modules(), skip=CHOOSING)
+
+
+def _acting_modules() -> list[Path]:
     modules = sorted(p for p in (ROOT / "rapo_lib").glob("*.py") if p.name not in LOOKING_ON)
-    data = [p for p in _data_of(config) if p.exists()]
-    return hash_files([*modules, ROOT / "rapo_lib" / "pocket" / "world.py", *data], skip=CHOOSING)
+    return [*modules, ROOT / "rapo_lib" / "pocket" / "world.py"]
 
 
 def _data_of(config: RunConfig) -> list[Path]:
@@ -198,7 +206,7 @@ def read_done(folder: Path, config: RunConfig, inputs: str | None = None) -> dic
     """
     try:
         row = json.loads((folder / "done.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return None
     if row.get("config_hash") != config.hash() or row.get("inputs_hash") != (inputs or inputs_hash(config)):
         return None
@@ -397,6 +405,7 @@ class Worker:
         env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONUTF8": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
         command = [sys.executable, "-m", "rapo_lib.runs", "worker", executor]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "encoding": "utf-8"}
+        self.code = code_hash()
         # A session of its own: Ctrl-C reaches the parent alone, which then ends its workers.
         self.process = subprocess.Popen(command, env=env, cwd=ROOT, start_new_session=True, **pipes)
 
@@ -406,6 +415,8 @@ class Worker:
         Raises:
             RunFailed: it did not finish.
         """
+        if code_hash() != self.code:
+            raise RunFailed(f"{run.label}: rapo_lib was changed while runs were going on; start the command again")
         order = {"folder": str(run.folder), "config": dataclasses.asdict(run.config), "inputs": inputs_hash(run.config)}
         try:
             self.process.stdin.write(json.dumps(order) + "\n")
@@ -508,8 +519,8 @@ def _partial(folder: Path) -> Path:
 
 
 def _lock_file(folder: Path) -> Path:
-    """Held by the process that writes a run; beside the folder, which moves."""
-    return folder.absolute().with_name(f".{folder.absolute().name}.lock")
+    """Held by the process that writes a run; beside the folder, which moves. Empty, and left there for good."""
+    return folder.with_name(f".{folder.name}.lock")
 
 
 def do_run(executor: str, folder: Path, config: RunConfig, inputs: str) -> str:
@@ -536,7 +547,7 @@ def do_run(executor: str, folder: Path, config: RunConfig, inputs: str) -> str:
             with _to_log(partial / "log.txt"):
                 done = finish_run(executor, partial, inputs)
         shutil.rmtree(partial / WORK, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        _delete(folder)
         os.replace(partial, folder)
     return _summary(done)
 
@@ -544,22 +555,43 @@ def do_run(executor: str, folder: Path, config: RunConfig, inputs: str) -> str:
 def _prepare(partial: Path, config: RunConfig, inputs: str) -> None:
     """Keep a partial folder that this run can go on from, empty one that is out of date, refuse a foreign one."""
     started = partial / WORK / "started.json"
-    if (partial / "config.json").exists():
-        there, here = load_config(partial), config
+    there, here = _config_if_readable(partial), config
+    if there is not None:
         if there != here:
             name = next(f.name for f in dataclasses.fields(here) if getattr(there, f.name) != getattr(here, f.name))
             raise ValueError(
                 f"{partial} belongs to another run: {name} is {getattr(there, name)!r} there and "
                 f"{getattr(here, name)!r} here; move it away or delete it"
             )
-        begun = json.loads(started.read_text(encoding="utf-8")) if started.exists() else {}
-        current = begun.get("inputs") == inputs and begun["started_at"] >= _fresh_since()
+        begun = _read_json(started)
+        current = begun.get("inputs") == inputs and begun.get("started_at", 0) >= _fresh_since()
         if current or read_done(partial, config, inputs):
             return
-    started.unlink(missing_ok=True)  # first: a folder that is half deleted is never gone on with
-    shutil.rmtree(partial, ignore_errors=True)
+    _delete(partial)
     write_text_atomic(partial / "config.json", json.dumps(dataclasses.asdict(config), indent=1) + "\n")
     write_text_atomic(started, json.dumps({"inputs": inputs, "started_at": time.time()}) + "\n")
+
+
+def _config_if_readable(partial: Path) -> RunConfig | None:
+    try:
+        return load_config(partial)
+    except (FileNotFoundError, ValueError):  # nothing to go on with
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A small file of our own; empty when it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def _delete(folder: Path) -> None:
+    """Remove a run's folder; first what marks it as done or as worth going on with, so that half of it is neither."""
+    for mark in ("done.json", f"{WORK}/started.json"):
+        (folder / mark).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_config(folder: Path) -> RunConfig:
@@ -581,9 +613,8 @@ def finish_run(executor: str, folder: Path, inputs: str) -> dict[str, Any]:
     module, name = executor.split(":")
     start = time.time()
     facts = getattr(importlib.import_module(module), name)(config, folder)
-    for leftover in folder.rglob(".*"):  # of a write that was killed
-        if leftover.is_file():
-            leftover.unlink()
+    for leftover in folder.rglob(".*.????????"):  # of an atomic write that was killed
+        leftover.unlink()
     files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in UNCHECKED)
     sums = {p.relative_to(folder).as_posix(): _sha256(p) for p in files if p.relative_to(folder).parts[0] != WORK}
     row = {"config_hash": config.hash(), "inputs_hash": inputs, "seconds": round(time.time() - start, 1)}
@@ -603,7 +634,7 @@ def _summary(done: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m rapo_lib.runs notebooks|html|run|worker`; see --help."""
+    """`python -m rapo_lib.runs notebooks|html|worker`; see --help."""
     parser = argparse.ArgumentParser(prog="python -m rapo_lib.runs", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("notebooks", help="execute the notebooks in order; finished ones are kept")
@@ -613,8 +644,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--fresh", action="store_true", help="do finished notebooks and their runs again")
     p = commands.add_parser("html", help="export the executed notebooks as HTML pages")
     p.add_argument("--profile", default="pocket", choices=list(PROFILES))
-    p = commands.add_parser("run", help="do one run in place, or go on with it: a folder with a config.json")
-    p.add_argument("folder", type=Path)
     p = commands.add_parser("worker", help="used by run_many")
     p.add_argument("executor")
     a = parser.parse_args(arguments)
@@ -622,12 +651,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work(a.executor)
         return 0
     sys.stdout.reconfigure(errors="backslashreplace")  # a path that the locale cannot write must not end the batch
-    if a.command == "run":
-        with FileLock(_lock_file(a.folder)):
-            done = finish_run(EXECUTOR, a.folder, inputs_hash(load_config(a.folder)))
-            shutil.rmtree(a.folder / WORK, ignore_errors=True)
-        print(_summary(done))
-        return 0
     from rapo_lib import driver
 
     if a.command == "html":

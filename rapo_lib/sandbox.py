@@ -37,7 +37,7 @@ from functools import cache
 from typing import Any, Literal
 
 from .barrier import CPU_SEC, MEMORY_BYTES, seal
-from .workers import Worker, refuse, serve
+from .workers import DIED, TIMED_OUT, Worker, refuse, serve
 
 #: Parts of the barrier without which nothing runs; a self-test proves them at each start.
 MANDATORY = ("process of its own", "interpreter without access to the host", "time, memory and output limited")
@@ -114,8 +114,8 @@ class Sandbox:
         if new:
             limits = asdict(self.limits)
             # Room for the interpreter's own limit, the kill after it, and a prelude.
-            replies = self._worker.ask([[prelude, c, limits] for c in new], self.limits.time_sec + 0.9)
-            results = {c: _result(r) for c, r in zip(new, replies, strict=True)}
+            replies = self._worker.ask([[prelude, c, limits] for c in new], self.limits.time_sec + 0.75)
+            results = {c: _result(r, self.limits.time_sec) for c, r in zip(new, replies, strict=True)}
             self._cache |= {(prelude, c): r for c, r in results.items() if r.outcome != "crash"}
             return [results.get(c) or self._cache[prelude, c] for c in codes]
         return [self._cache[prelude, c] for c in codes]
@@ -145,9 +145,11 @@ def barrier() -> list[str]:
     return shared_sandbox().barrier()
 
 
-def _result(reply: list[str] | None) -> SandboxResult:
-    if reply is None:
-        return SandboxResult("error: the interpreter crashed or hung and was replaced", "crash")
+def _result(reply: list[str] | bool | None, time_sec: float) -> SandboxResult:
+    if reply is DIED:
+        return SandboxResult("error: the interpreter crashed and was replaced", "crash")
+    if reply is TIMED_OUT:  # its result was so large that handing it over took for ever
+        return SandboxResult(f"error: time limit of {time_sec:g} s exceeded", "time")
     outcome, text = reply
     if outcome == "start":
         raise RuntimeError(f"the interpreter cannot be started: {text}")

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,11 +39,13 @@ class ToolResult:
         text: what the agent reads.
         ok: False when the call gave nothing: a wrong query as well as a broken tool.
         error: why, when it is not ok.
+        transient: whether another try might end otherwise (a crash, a lost connection); never cached.
     """
 
     text: str
     ok: bool = True
     error: str | None = None
+    transient: bool = field(default=False, repr=False)
 
 
 def failed(error: str, text: str | None = None) -> ToolResult:
@@ -329,7 +331,10 @@ class PythonTool:
     def run(self, queries: Sequence[str]) -> list[ToolResult]:
         """One result for each piece of code."""
         results = self._sandbox.run(queries, self.prelude)
-        return [ToolResult(r.text, r.ok, None if r.ok else f"{r.outcome}: {r.text}") for r in results]
+        return [
+            ToolResult(r.text, r.ok, None if r.ok else f"{r.outcome}: {r.text}", transient=r.outcome == "crash")
+            for r in results
+        ]
 
     def check(self) -> None:
         """Raise RuntimeError when the sandbox cannot start or the prelude fails."""
@@ -414,7 +419,8 @@ class Toolbox:
                 new.setdefault(name, {})[query] = None
         fresh = {(n, q): r for n, queries in new.items() for q, r in self._run_tool(n, list(queries)).items()}
         results = [self._result(call, fresh) for call in calls]
-        self._cache |= {call: r for call, r in fresh.items() if r.ok or self._tools[call[0]].deterministic}
+        lasting = ((c, r) for c, r in fresh.items() if not r.transient)
+        self._cache |= {call: r for call, r in lasting if r.ok or self._tools[call[0]].deterministic}
         return results
 
     def health(self) -> list[str]:
@@ -441,13 +447,13 @@ class Toolbox:
         try:
             results = list(self._tools[name].run(queries))
         except Exception as e:  # whatever a tool does, the rollout goes on and the failure is counted
-            results = [failed(f"{type(e).__name__}: {e}")] * len(queries)
+            results = [replace(failed(f"{type(e).__name__}: {e}"), transient=True)] * len(queries)
         if len(results) != len(queries):
             raise RuntimeError(f"{name} gave {len(results)} results for {len(queries)} queries")
         return {q: self._cut(_checked_result(name, r)) for q, r in zip(queries, results, strict=True)}
 
     def _cut(self, result: ToolResult) -> ToolResult:
-        return ToolResult(self._short(result.text), result.ok, result.error and self._short(result.error))
+        return replace(result, text=self._short(result.text), error=result.error and self._short(result.error))
 
     def _short(self, text: str) -> str:
         over = len(text) - self.max_observation_chars

@@ -363,7 +363,11 @@ _LESS, _GREATER, _BAR = "<\uff1c\ufe64", ">\uff1e\ufe65", "|\uff5c"
 # What a model or a tokenizer may read as a tag: one with white space, upper case or unseen characters inside ..
 _GAP = rf"[\s{_UNSEEN}]*+"
 _NAMES = "|".join(f"[{_UNSEEN}]*+".join(name) for name in TAG_NAMES)
-_TAG_LIKE = rf"[{_LESS}](?={_GAP}(?:[/\uff0f]{_GAP})?(?i:{_NAMES})\b)"
+# With white space behind the bracket a closing one must follow: `x < result` is a comparison.
+_TAG_LIKE = (
+    rf"[{_LESS}](?=[{_UNSEEN}]*+(?:[/\uff0f]{_GAP})?(?i:{_NAMES})\b"
+    rf"|{_GAP}(?:[/\uff0f]{_GAP})?(?i:{_NAMES}){_GAP}[{_GREATER}])"
+)
 _INNER = r"[^\s<>\u2039\u27e6]"  # the look-alikes that replace brackets count as such
 # .. and any bracketed word with letters from elsewhere, which may look like Latin ones.
 _FOREIGN = (

@@ -27,6 +27,8 @@ from .barrier import CPU_SEC, confine, renew_cpu
 #: empties even this before its first request, so that nothing it starts inherits any of it.
 _KEPT_ENV = tuple("PATH PYTHONPATH MONTY_BIN HOME USERPROFILE SYSTEMROOT TEMP TMP TMPDIR".split())
 _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
+#: What stands in place of a reply that never came; both are false.
+DIED, TIMED_OUT = None, False
 
 
 class Worker:
@@ -48,21 +50,18 @@ class Worker:
         _WORKERS.add(self)
 
     def ask(self, requests: Sequence[Any], limit_sec: float) -> list[Any]:
-        """The replies, in order; None where the worker died or the time ran out.
+        """The replies, in order; DIED where the worker died, TIMED_OUT where it was killed at the limit.
 
         Args:
             requests: JSON values, answered one after the other by one process.
-            limit_sec: wall-clock seconds for each request; n of them share n times as much.
+            limit_sec: wall-clock seconds for each request.
         """
         replies: list[Any] = []
         with self._lock:
             try:
                 while len(replies) < len(requests):
                     rest = requests[len(replies) :]
-                    got = self._exchange(rest, limit_sec * len(rest))
-                    replies += got
-                    if len(got) < len(rest):
-                        replies.append(None)
+                    replies += self._exchange(rest, limit_sec)
             except BaseException:  # an interrupt leaves a reply in the pipe that belongs to nobody
                 self._stop()
                 raise
@@ -88,17 +87,18 @@ class Worker:
         return self._process.pid if self._process else None
 
     def _exchange(self, requests: Sequence[Any], limit_sec: float) -> list[Any]:
-        """Replies that came within the limit; fewer than requests when the process was lost."""
+        """Replies up to the first that did not come; fewer than requests when the process was lost."""
         self._started()
-        got = []
-        with _killed_after(self._process, limit_sec):
-            self._write(json.dumps(list(requests)).encode() + b"\n")
-            for _ in requests:
-                line = self._read_line()
-                if line is None:
-                    self._stop()
-                    break
-                got.append(json.loads(line))
+        got, unsent = [], json.dumps(list(requests)).encode() + b"\n"
+        for _ in requests:
+            # A limit for each: one that hangs costs its neighbours nothing.
+            with _killed_after(self._process, limit_sec) as limit:
+                self._write(unsent)
+                line, unsent = self._read_line(), b""
+            if line is None:
+                self._stop()
+                return [*got, TIMED_OUT if limit.passed else DIED]
+            got.append(json.loads(line))
         return got
 
     def _write(self, data: bytes) -> None:
@@ -175,23 +175,27 @@ class Worker:
 
 
 class _killed_after:
-    """Kill the process when the block takes longer than this; after the block it is dead or out of danger."""
+    """Kill the process when the block takes longer than this; after the block it is dead or out of danger.
+
+    `passed` tells then whether it was killed.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes], seconds: float) -> None:
         self.process = process
-        self.over = False
+        self.over = self.passed = False
         self.lock = threading.Lock()
         self.timer = threading.Timer(seconds, self._overrun)
         self.timer.daemon = True
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _killed_after:
         self.timer.start()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.timer.cancel()
         with self.lock:  # a reply in the last moment: the next request must not go to a process that is being killed
-            killed, self.over = self.over, True
-        if killed:
+            self.passed, self.over = self.over, True
+        if self.passed:
             self.process.wait()
 
     def _overrun(self) -> None:

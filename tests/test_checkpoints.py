@@ -13,6 +13,7 @@ import pytest
 import torch
 import trainer_world as w
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from rapo_lib import checkpoints as c
 from rapo_lib import trainer as t
@@ -71,6 +72,8 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(folder, name):
         (lambda f: (f / "extra.json").write_text("{}", encoding="utf-8"), "extra.json .* expected .no such file."),
         (lambda f: (f / c.COMPLETE).write_text("{", encoding="utf-8"), "complete.json cannot be read"),
         (lambda f: (f / c.COMPLETE).write_text("[1]", encoding="utf-8"), "complete.json cannot be read"),
+        (lambda f: (f / c.COMPLETE).write_text('{"files": null}', encoding="utf-8"), "complete.json holds no sums"),
+        (lambda f: (f / c.COMPLETE).write_bytes(b"\xff"), "complete.json cannot be read"),
     ],
 )
 def test_other_damage_is_named_too(folder, damage, text):
@@ -100,6 +103,33 @@ def test_a_damaged_newest_checkpoint_costs_a_step_and_no_more(trained, folder):
         again = train(folder, on_rl_step=lambda row, rollouts: seen.append(row["rl_step"]))
     assert seen == [3]
     assert all(p.equal(w.adapter(trained[0].policy)[n]) for n, p in w.adapter(again.policy).items())
+
+
+@pytest.mark.case(34)
+def test_damaged_checkpoints_of_later_steps_do_not_push_out_the_new_ones(folder):
+    """Both are damaged: the run starts again, and each new checkpoint stays."""
+    for name in ("checkpoint-4", "checkpoint-6"):
+        (folder / name / "optimizer.safetensors").write_bytes(b"")
+    there = []
+    with pytest.warns(RuntimeWarning, match="passed over"):
+        train(folder, callbacks=[Look(there, folder)])
+    assert there == [[2], [2, 4], [4, 6]]
+
+
+class Look(TrainerCallback):
+    def __init__(self, there: list, folder: Path) -> None:
+        self.there, self.folder = there, folder
+
+    def on_save(self, *args, **kwargs) -> None:
+        self.there.append(sorted(int(p.name.removeprefix("checkpoint-")) for p in self.folder.glob("checkpoint-*")))
+
+
+@pytest.mark.case(34)
+def test_a_checkpoint_of_another_device_or_number_of_processes_is_refused(folder):
+    path = folder / "checkpoint-6" / c.COMPLETE
+    path.write_text(path.read_text(encoding="utf-8").replace('"device": "cpu"', '"device": "cuda"'), encoding="utf-8")
+    with pytest.raises(ValueError, match="belongs to another run: device is 'cuda' there and 'cpu' here"):
+        train(folder)
 
 
 @pytest.mark.case(34)

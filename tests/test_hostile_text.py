@@ -1141,3 +1141,16 @@ def test_a_saved_buffer_with_wrong_fields_is_refused(tmp_path, change, why):
     (tmp_path / "buffer.json").write_text(json.dumps(sidecar), "utf-8")
     with pytest.raises(ValueError, match=why):
         B.StepTraceBuffer.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["if x < result: pass", "a < answer and b", "x < search", "p < Python 3", "1 < 2 > 0"])
+def test_comparisons_are_left_as_they_are(text):
+    assert neutralise(text) == text
+    assert neutralise_step(f"<python>{text}</python>") == f"<python>{text}</python>"
+
+
+@pytest.mark.parametrize(
+    "text", ["< result>", "<result >", "< / answer >", "<result: 1>", "</ retrieve x>", "<\u200banswer"]
+)
+def test_tags_with_gaps_are_not(text):
+    assert "<" not in neutralise(text)

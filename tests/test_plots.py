@@ -162,7 +162,7 @@ def health(n_seeds: int = 2, n_steps: int = 30) -> pd.DataFrame:
 @pytest.mark.case(36, 38)
 def test_health_marks_and_names_an_alarm_at_its_step_and_on_its_panel():
     axes = plots.plot_health(health())
-    by_metric = dict(zip(plots._HEALTH_ORDER, axes.flat, strict=True))
+    by_metric = dict(zip(plots.KEYS, axes.flat, strict=True))
     failures = by_metric.pop("tool_failures_frac")
     assert failures.get_title("left") == "tools alarm: step 7, GRPO seed 0"
     (cross,) = [line for line in failures.lines if line.get_marker() == "X"]

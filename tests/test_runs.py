@@ -150,7 +150,7 @@ def test_runs_are_done_once_and_shared_between_experiments(toy):
 def test_stale_damaged_and_fresh_runs_are_done_again(toy, monkeypatch):
     config = [RunConfig(method="grpo")]
     (run,) = toy(config)
-    (run.folder / "done.json").write_text("{", encoding="utf-8")
+    (run.folder / "done.json").write_bytes(b"{\xff")
     toy(config)
     assert len(toy.log()) == 2
     row = json.loads((run.folder / "done.json").read_text(encoding="utf-8"))
@@ -212,7 +212,7 @@ def test_what_is_half_done_is_gone_on_with(toy, tmp_path, monkeypatch):
     _until(lambda: not _alive(int(toy.log()[0].split()[0])))
     assert (partial / "work" / "step").exists() and not list(toy.folder.glob("main/half/seed*"))
 
-    (partial / ".metrics.parquet.x1").write_bytes(b"half")  # what a kill in the middle of a write leaves
+    (partial / ".metrics.parquet.abcd_123").write_bytes(b"half")  # what a kill in the middle of a write leaves
     (run,) = toy([RunConfig(method="half")])
     assert len(toy.log()) == 2 and run.done and not partial.exists()
     assert sorted(p.name for p in run.folder.iterdir()) == ["config.json", "done.json", "log.txt", "metrics.parquet"]
@@ -244,6 +244,35 @@ def test_half_done_work_of_other_code_or_an_earlier_fresh_call_is_not_gone_on_wi
     (step.parent / "started.json").unlink()  # the mark goes first when a folder is deleted
     runs._prepare(step.parent.parent, config, "changed")
     assert not step.exists()
+
+
+def test_half_done_work_whose_notes_are_damaged_is_begun_again(toy):
+    config = RunConfig(method="grpo")
+    for name in ("config.json", "work/started.json"):
+        step = half_done(toy, config)
+        (step.parent.parent / name).write_bytes(b"{\xff")
+        runs._prepare(step.parent.parent, config, "fixed")
+        assert not step.exists() and runs.load_config(step.parent.parent) == config
+
+
+def test_a_folder_that_is_half_deleted_counts_neither_as_done_nor_as_begun(toy, monkeypatch):
+    (run,) = toy([RunConfig(method="grpo")])
+
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        runs._delete(run.folder)
+    assert run.done is None and (run.folder / "metrics.parquet").exists()
+
+
+def test_code_that_is_changed_while_runs_go_on_is_noticed(toy, monkeypatch):
+    hashes = iter(["one", "one", "two"])
+    monkeypatch.setattr(runs, "code_hash", lambda: next(hashes))
+    with pytest.raises(RunFailed, match="rapo_lib was changed while runs were going on; start the command again"):
+        toy([RunConfig(method="grpo", seed=s) for s in (0, 1)], jobs=1)
+    assert len(toy.log()) == 1
 
 
 def test_a_folder_of_another_configuration_is_refused_and_kept(toy):
@@ -495,6 +524,23 @@ def test_the_driver_does_what_is_missing(batch, monkeypatch):
 
 
 @pytest.mark.case(39)
+def test_a_fresh_batch_that_was_interrupted_goes_on(batch, monkeypatch):
+    assert batch()[0] == 0
+    real = driver.execute_notebook
+
+    def interrupted(source, *args, **kwargs):
+        if source.stem == "99_report":
+            raise KeyboardInterrupt
+        return real(source, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "execute_notebook", interrupted)
+        assert batch(fresh=True)[:2] == (130, ["01_one:smoke:2"])
+    assert batch(fresh=True)[1] == ["99_report:smoke:2"]
+    assert not (batch.out.parent / driver.FRESH).exists()
+    assert batch(fresh=True)[1] == ["01_one:smoke:2", "99_report:smoke:2"]
+
+
 def test_the_driver_stops_at_a_failure_and_keeps_the_failed_copy(batch):
     write_notebook(batch.folder / "02_bad.ipynb", "raise RuntimeError('broken on purpose')")
     code, ran, io = batch()

@@ -16,6 +16,7 @@ from rapo_lib.tools import (
     SearchTool,
     Toolbox,
     ToolResult,
+    failed,
     make_pocket_toolbox,
 )
 
@@ -259,3 +260,31 @@ def test_http_failures_are_not_cached(server):
     server.plan = [503]
     assert [box.run([("search", "a")])[0].ok for _ in range(3)] == [False, True, True]
     assert len(server.seen) == 3  # the check, the failure, the success
+
+
+def test_a_failure_that_may_pass_is_not_cached():
+    """A crash or a lost connection is asked again; what a deterministic tool cannot do is not."""
+    answers = iter([failed("no such page", "none"), ToolResult("error: crashed", False, "crash", transient=True)])
+
+    class Once(BrowseTool):
+        def run(self, queries):
+            return [next(answers, ToolResult("fine")) for _ in queries]
+
+    box = Toolbox([Once([{"title": "a", "entries": {}, "links": {}}])])
+    assert [box.run([("browse", q)])[0].text for q in ("x", "y", "x", "y", "y")] == [
+        "none",
+        "error: crashed",
+        "none",
+        "fine",
+        "fine",
+    ]
+
+    class Raises(BrowseTool):
+        def run(self, queries):
+            if next(fails):
+                raise ConnectionError("port 8000")
+            return [ToolResult("back") for _ in queries]
+
+    fails = iter([True, False])
+    box = Toolbox([Raises([{"title": "a", "entries": {}, "links": {}}])])
+    assert [box.run([("browse", "x")])[0].text for _ in range(2)] == ["error: ConnectionError: port 8000", "back"]
