@@ -97,7 +97,7 @@ def load_trajectories(config: RunConfig, protocol: Protocol, questions: Sequence
     texts, out = {q.id: q.text for q in questions}, []
     for path in map(checked, buffer_paths(config)):
         source = protocol_of(path, protocol)
-        chosen = select_trajectories(load_rollouts(path), TOP_K)
+        chosen = select_trajectories(load_rollouts(path, len(source.tokenizer)), TOP_K)
         same = source.tokenizer.get_vocab() == protocol.tokenizer.get_vocab()
         out += chosen if same else [retokenise(r, texts[r.question_id], source, protocol) for r in chosen]
     return out
@@ -116,7 +116,9 @@ def make_buffer(config: RunConfig, protocol: Protocol, questions: Sequence[Quest
     for path in map(checked, buffer_paths(config)):
         if "segments" in next(load_jsonl(path)):
             teacher = path.stem.split("_")[0]
-            traces += make_traces(load_rollouts(path), questions, protocol_of(path, protocol), teacher, TOP_K)
+            source = protocol_of(path, protocol)
+            rollouts = load_rollouts(path, len(source.tokenizer))
+            traces += make_traces(rollouts, questions, source, teacher, TOP_K)
         else:
             traces += import_traces_jsonl(path)
     return StepTraceBuffer.build(traces)

@@ -237,7 +237,10 @@ def _check_tokenizer(source: str, policy: Policy) -> None:
     try:
         prompt = policy.protocol.prompt_text("6 * 7?")
     except Exception as e:  # whatever a template raises, it cannot make prompts
-        raise ValueError(f"{source}: the chat template is damaged or refuses the messages: {e}; copy it again") from e
+        raise ValueError(
+            f"{source}: the chat template is damaged: {e}; copy it again; or, when it takes no system prompt, load the "
+            'policy with system_prompt=""'
+        ) from e
     if "6 * 7?" not in prompt:
         raise ValueError(f"{source}: the chat template leaves the question out ({prompt!r:.80}); copy it again")
     # Not the whole vocabulary: transformers adds default tokens that a model may lack and never meets.

@@ -524,7 +524,7 @@ def _check(policy: Policy, retriever: Any | None, config: RunConfig, method: Met
     if dropout:
         raise ValueError(
             f"dropout in {len(dropout)} modules ({dropout[0]}, ..): the ratio to the sampler's log-probabilities would "
-            "not start at 1; make the adapter with lora_dropout=0, and the model with attention_dropout=0"
+            "not start at 1; make the adapter with lora_dropout=0, and set attention_dropout to 0 in config.json"
         )
 
 

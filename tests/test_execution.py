@@ -24,7 +24,7 @@ from rapo_lib.policy import load_adapter, load_policy
 from rapo_lib.runs import EXECUTOR, Run, finish_run
 from rapo_lib.tasks import load_pocket_questions
 from rapo_lib.tools import SearchTool, Toolbox
-from rapo_lib.traces import Rollout, Segment, load_rollouts
+from rapo_lib.traces import Rollout, Segment, load_rollouts, save_rollouts
 
 TINY = RunConfig(
     rl_steps=2, questions_per_step=2, group_size=4, n_hybrid=2, eval_every=2, n_eval=4, n_final=6, sft_epochs=0.05
@@ -160,6 +160,15 @@ def test_a_folder_with_another_runs_checkpoint_is_refused(tmp_path, monkeypatch)
     stopped_run(monkeypatch, config, tmp_path, "evaluate", 2)
     with pytest.raises(ValueError, match="belongs to another run: learning_rate is 0.002 there and 0.001 here"):
         execute_run(config.replace(learning_rate=1e-3), tmp_path)
+
+
+@pytest.mark.parametrize("method", ["rapo", "sft"])
+def test_trajectories_in_ids_of_another_tokenizer_are_refused(tmp_path, method):
+    rows = load_rollouts(DATA / "pocket" / "trajectories" / "teacher_exploration.jsonl")[:3]
+    rows[1].prompt_ids = (*rows[1].prompt_ids, 151_645)
+    save_rollouts(tmp_path / "others.jsonl", rows)
+    with pytest.raises(ValueError, match="others.jsonl, line 2: prompt_ids holds 151645, the vocabulary has 588 ids"):
+        execute_run(TINY.replace(method=method, buffer=str(tmp_path / "others.jsonl")), tmp_path)
 
 
 @pytest.mark.case(36)

@@ -432,7 +432,7 @@ def test_dropout_of_attention_weights_is_refused(tmp_path):
     """transformers applies it without a module of its own."""
     model = w.make_model(w.TOKENIZER, attention_dropout=0.1)
     policy = w.add_lora(w.Policy(model, w.TOKENIZER, w.Protocol(w.TOKENIZER), "tiny"), 4, 0)
-    with pytest.raises(ValueError, match="dropout in 2 modules .*attention_dropout=0"):
+    with pytest.raises(ValueError, match="dropout in 2 modules .*set attention_dropout to 0"):
         w.make_trainer(policy, w.small_config(), "grpo", tmp_path)
 
 
