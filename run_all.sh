@@ -63,9 +63,9 @@ STAMP=$(cat "$ROOT/requirements-lock.txt" "$ROOT/pyproject.toml" "$ROOT/environm
 find_python() {
   local p
   for p in python3.11 python3 python3.12 python3.13 python; do
-    if "$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then printf '%s' "$p"; return; fi
+    if "$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11, 5))' >/dev/null 2>&1; then printf '%s' "$p"; return; fi
   done
-  say "run_all.sh: no Python 3.11 or newer with the venv module was found; install one (3.11 is the tested one) or conda"
+  say "run_all.sh: no Python 3.11.5 or newer with the venv module was found (its re has faults before that); install one (3.11 is the tested one) or conda"
   return 1
 }
 

@@ -343,7 +343,7 @@ class ParsedStep:
 
 
 # All patterns here run over text of any length from anyone, so none may go back over what it has read: possessive
-# repeats (`*+`) wherever two repeats could share the same characters.
+# repeats (`*+`) wherever two repeats could share the same characters. Python before 3.11.5 gets them wrong.
 _THOUGHT = r"[^<]*+(?:<(?!/?think>)[^<]*+)*+"
 _STEP = re.compile(
     rf"\s*+(?:(?:<think>)?(?P<thought>{_THOUGHT})</think>)?\s*+"

@@ -72,7 +72,7 @@ def test_the_users_ten_packages_are_core_dependencies():
 def test_environment_yml_is_python_and_the_lock_file():
     env = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
     assert env["dependencies"] == ["python=3.11", "pip", {"pip": ["-r requirements-lock.txt", "-e ."]}]
-    assert PROJECT["requires-python"] == ">=3.11"
+    assert PROJECT["requires-python"] == ">=3.11.5"
 
 
 def test_every_import_of_the_library_and_tests_is_declared():
