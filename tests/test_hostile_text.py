@@ -899,6 +899,12 @@ def test_no_reader_goes_back_over_a_long_text(name):
         at_most(10, reader, text)
 
 
+@pytest.mark.parametrize("name", ["open search", "open results", "open thoughts"])
+def test_megabytes_of_open_tags_are_one_search_for_their_ends(name):
+    text = LONG[name](4 * 10**6)
+    assert "<result>" not in at_most(20, neutralise_step, text)
+
+
 @pytest.mark.parametrize("megabytes", [1, 10])
 def test_megabytes_are_read_in_one_go(megabytes):
     n = megabytes * 10**6
