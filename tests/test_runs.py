@@ -200,6 +200,7 @@ def test_an_interrupted_batch_goes_on(toy, tmp_path):
 def test_what_is_half_done_is_gone_on_with(toy, tmp_path, monkeypatch):
     """Ctrl-C in the middle: the worker ends, its folder stays, and the next call goes on in it."""
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background shell has it ignored
         "from rapo_lib import runs; from rapo_lib.config import RunConfig as C\n"
         "runs.inputs_hash = lambda config: 'fixed'\n"
         "runs.run_many([C(method='half')], profile='smoke', experiment='main', executor='toy:run')"
