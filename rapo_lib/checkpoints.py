@@ -8,7 +8,6 @@ safetensors and JSON: unlike in transformers' own checkpoints nothing has to be 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -24,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import Trainer
 
-from rapo_lib.traces import write_text_atomic
+from rapo_lib.traces import file_sha256, write_text_atomic
 
 #: Written into a checkpoint folder when everything else is there.
 COMPLETE = "complete.json"
@@ -38,7 +37,7 @@ OPTIMISER, SCHEDULER, PLACE = "optimizer.safetensors", "scheduler.json", "traine
 def file_sums(folder: Path) -> dict[str, str]:
     """sha256 of every file below a folder by its relative path, complete.json left out."""
     files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != COMPLETE)
-    return {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    return {p.relative_to(folder).as_posix(): file_sha256(p) for p in files}
 
 
 def latest_checkpoint(folder: Path | str) -> Path | None:

@@ -30,7 +30,7 @@ from transformers.cache_utils import Cache
 
 from rapo_lib.config import ROOT, child_rng
 from rapo_lib.pocket.files import checked
-from rapo_lib.traces import SYSTEM_PROMPT, TAGS, Protocol, write_text_atomic
+from rapo_lib.traces import SYSTEM_PROMPT, TAGS, Protocol, file_sha256, write_text_atomic
 
 #: Beside an adapter: which base model it belongs to, and the sha256 of its files.
 BASE_FILE = "base_model.json"
@@ -288,7 +288,7 @@ def save_adapter(policy: Policy, folder: str | Path) -> None:
         raise ValueError(f"policy {policy.name!r} has no adapter to save; add_lora makes one")
     # "auto" would ask the hub whether the vocabulary grew; it never does here
     policy.model.save_pretrained(str(folder), save_embedding_layers=False)
-    sums = {name: _sha256(Path(folder) / name) for name in ADAPTER_FILES}
+    sums = {name: file_sha256(Path(folder) / name) for name in ADAPTER_FILES}
     base = {"name": policy.name, "checksum": base_checksum(policy), "sha256": sums}
     write_text_atomic(Path(folder) / BASE_FILE, json.dumps(base, indent=1) + "\n")
 
@@ -328,7 +328,7 @@ def _check_adapter(policy: Policy, folder: Path) -> set[str]:
         )
     for name in ADAPTER_FILES:
         # PEFT would take adapter_model.bin, a pickle, where the safetensors file is missing.
-        got = _sha256(folder / name) if (folder / name).is_file() else "missing"
+        got = file_sha256(folder / name) if (folder / name).is_file() else "missing"
         if got != (want := saved["sha256"].get(name)):
             raise ValueError(f"{folder / name}: sha256 is {got}, expected {want}; copy it again or train the run again")
     if saved["checksum"] != base_checksum(policy):
@@ -344,10 +344,6 @@ def _check_adapter(policy: Policy, folder: Path) -> set[str]:
                 "both files from one and the same adapter"
             )
     return set(shapes)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _refuse_second_adapter(policy: Policy) -> None:

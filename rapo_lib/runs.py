@@ -36,7 +36,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from rapo_lib.config import DATA, PROFILES, RESULTS, ROOT, RunConfig, load_profile
-from rapo_lib.traces import Rollout, load_jsonl, write_text_atomic
+from rapo_lib.traces import Rollout, file_sha256, load_jsonl, write_text_atomic
 
 #: Modules that only look at runs; a change in them makes no run stale.
 LOOKING_ON = {
@@ -179,7 +179,7 @@ class Run:
         """
         sums = json.loads((self.folder / "done.json").read_text(encoding="utf-8"))["files"]
         path = self.folder / name
-        got = _sha256(path) if path.is_file() else "missing"
+        got = file_sha256(path) if path.is_file() else "missing"
         if got != (want := sums.get(name, "no such file")):
             raise ValueError(
                 f"{path}: sha256 is {got}, done.json expects {want}; delete {self.folder}, and it is made again"
@@ -216,10 +216,6 @@ def read_done(folder: Path, config: RunConfig, inputs: str | None = None) -> dic
 def _fresh_since() -> float:
     """Runs that were begun before this moment do not count (`--fresh`)."""
     return float(os.environ.get("RAPO_FRESH_SINCE", "0"))
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def load_table(runs: Iterable[Run], name: str) -> pd.DataFrame:
@@ -616,7 +612,7 @@ def finish_run(executor: str, folder: Path, inputs: str) -> dict[str, Any]:
     for leftover in folder.rglob(".*.????????"):  # of an atomic write that was killed
         leftover.unlink()
     files = (p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in UNCHECKED)
-    sums = {p.relative_to(folder).as_posix(): _sha256(p) for p in files if p.relative_to(folder).parts[0] != WORK}
+    sums = {p.relative_to(folder).as_posix(): file_sha256(p) for p in files if p.relative_to(folder).parts[0] != WORK}
     row = {"config_hash": config.hash(), "inputs_hash": inputs, "seconds": round(time.time() - start, 1)}
     row |= {"finished_at": time.time(), "files": sums, **facts}
     write_text_atomic(folder / "done.json", json.dumps(row, indent=1) + "\n")

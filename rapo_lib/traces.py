@@ -11,6 +11,7 @@ Deviations from arXiv 2603.03078:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -652,6 +653,11 @@ def write_bytes_atomic(path: Path | str, data: bytes) -> None:
     except BaseException:
         Path(tmp).unlink(missing_ok=True)
         raise
+
+
+def file_sha256(path: Path | str) -> str:
+    """sha256 of a file's bytes, in hex."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def write_text_atomic(path: Path | str, text: str) -> None:

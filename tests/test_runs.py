@@ -301,15 +301,16 @@ def test_two_processes_on_one_run_never_mix(toy, tmp_path):
         "import sys; from pathlib import Path; from rapo_lib import runs; from rapo_lib.config import RunConfig\n"
         "print(runs.do_run('toy:run', Path(sys.argv[1]), RunConfig(method='slow'), 'fixed'))"
     )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     both = [
-        subprocess.Popen([sys.executable, "-c", code, str(place.folder)], stdout=subprocess.PIPE, encoding="utf-8")
-        for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", code, str(place.folder)], **pipes, encoding="utf-8") for _ in range(2)
     ]
     _until(lambda: len(toy.log()) == 1)
     time.sleep(3)  # long enough for the other one to be there, too
     assert len(toy.log()) == 1 and all(p.poll() is None for p in both)
     (tmp_path / "toy.log.go").touch()
-    said = [p.communicate()[0] for p in both]
+    said, errors = zip(*(p.communicate() for p in both), strict=True)
+    assert [p.returncode for p in both] == [0, 0], errors
     assert len(toy.log()) == 1 and said[0] == said[1] and "pass@1 0.500" in said[0]
     assert runs.read_done(place.folder, config, "fixed")
 

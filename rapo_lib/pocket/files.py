@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from rapo_lib.config import DATA
-from rapo_lib.traces import write_text_atomic
+from rapo_lib.traces import file_sha256, write_text_atomic
 
 POCKET = DATA / "pocket"
 SUMS = "checksums.json"
@@ -22,7 +21,7 @@ def write_checksums(root: Path = POCKET) -> None:
 
 def checksums(root: Path, without: str) -> dict[str, str]:
     """sha256 of every file below a folder but one, by its path there; hidden files and caches do not count."""
-    return {name: _sha256(root / name) for name in _names(root) if name != without}
+    return {name: file_sha256(root / name) for name in _names(root) if name != without}
 
 
 def verify_checksums(root: Path = POCKET, below: str = "") -> None:
@@ -56,7 +55,7 @@ def compare_checksums(root: Path, sums: Mapping[str, str], without: str, remedy:
             f"keep files of your own elsewhere, or {remedy}"
         )
     for name in inside:
-        got = _sha256(root / name) if (root / name).is_file() else "missing"
+        got = file_sha256(root / name) if (root / name).is_file() else "missing"
         if got != sums[name]:
             twin = next((f" (that of {n})" for n, s in sums.items() if s == got), "")
             raise ValueError(f"{root / name}: sha256 is {got}{twin}, expected {sums[name]}; {remedy}")
@@ -103,7 +102,3 @@ def _read_sums(root: Path, remedy: str) -> dict[str, str]:
 def _names(root: Path) -> list[str]:
     found = (p.relative_to(root) for p in root.rglob("*") if p.is_file())
     return sorted(p.as_posix() for p in found if not any(x.startswith(".") or x == "__pycache__" for x in p.parts))
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
