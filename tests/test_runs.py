@@ -293,8 +293,9 @@ def test_a_run_that_was_done_but_not_moved_is_moved(toy):
     assert run.done and len(toy.log()) == 1
 
 
-def test_two_processes_on_one_run_never_mix(toy, tmp_path):
+def test_two_processes_on_one_run_never_mix(toy, tmp_path, monkeypatch):
     """The second waits until the first has done it, and then does nothing."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # run_many sets it for its workers; here nothing does, and toy reads it
     config = RunConfig(method="slow")
     (place,) = plan_runs([config], toy.folder / "main")
     code = (
