@@ -52,12 +52,21 @@ class RunConfig:
     seed: int = _f(0, "seed of every random stream of the run")
     regime: str = _f("exploration", "pocket questions: exploration, halfway or easy", source="feasibility")
     student: str = _f("data/pocket/models/student", "policy to train: folder or hub name")
-    buffer: str = _f("teacher", "trajectories in the step-trace buffer: teacher, weak, teacher+weak, or a JSONL path")
+    buffer: str = _f(
+        "teacher",
+        "teachers of the step-trace buffer: teacher, weak, .., several as teacher+weak, teacher&weak (the first one's, "
+        "at most as many of a question as the second has), or a JSONL path",
+    )
+    n_trajectories: int = _f(0, "trajectories that buffer, SFT and LUFFY get, drawn by the seed; 0: all", source="ours")
     rl_steps: int = _f(40, "RL steps: one rollout batch and `updates_per_step` optimiser steps each")
     questions_per_step: int = _f(6, "questions in one rollout batch", source=f"{_P}, settings (32)")
     group_size: int = _f(16, "rollouts a question", "G", f"{_P}, settings")
     n_hybrid: int = _f(8, "rollouts of a group that may retrieve", "N_hybrid", f"{_P}, settings")
     retrieval_prob: float = _f(0.5, "probability of a retrieval before each later step", "p", f"{_P}, Eq. 4")
+    gate_nats: float = _f(
+        0.037, "step entropy above which rapo_gated retrieves; the untrained student's median", source="ours"
+    )
+    n_off_policy: int = _f(2, "the teacher's trajectories in a group of LUFFY", source="arXiv 2504.14945 (1 of 8)")
     shaping_weight: float = _f(0.05, "weight of the retrieved fraction in the importance ratio", "m", f"{_P}, Eq. 8")
     advantage_weight: float = _f(0.2, "weight of the retrieval advantage", "a", f"{_P}, Eq. 10")
     noise_prob: float = _f(

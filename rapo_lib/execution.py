@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,14 @@ import torch
 
 from rapo_lib.buffer import TOP_K, Retriever, StepTraceBuffer, import_traces_jsonl, make_traces, select_trajectories
 from rapo_lib.checkpoints import latest_checkpoint, refuse_other_run
-from rapo_lib.config import RunConfig
+from rapo_lib.config import RunConfig, child_rng
 from rapo_lib.evaluate import evaluate, summarise_skills
 from rapo_lib.guard import CollapseGuard
 from rapo_lib.methods import Method, get_method
 from rapo_lib.pocket.files import POCKET, checked
 from rapo_lib.policy import Policy, add_lora, load_policy, load_tokenizer, save_adapter
 from rapo_lib.rollout import SamplingLimits
-from rapo_lib.runs import WORK, buffer_paths
+from rapo_lib.runs import WORK, buffer_teachers
 from rapo_lib.tasks import Question, check_disjoint, load_pocket_questions, required_tools
 from rapo_lib.tools import make_pocket_toolbox
 from rapo_lib.traces import (
@@ -56,7 +57,8 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
 
     Args:
         config: the run. folder: where metrics.parquet, evals.parquet, final.parquet, rollouts.jsonl, adapter/
-            and, for RL, best/ (the adapter of the best validation) go; checkpoints lie below work/.
+            and, for RL, best/ (the adapter of the best validation) and adapters/ (of each) go; checkpoints lie below
+            work/.
 
     Returns:
         Facts for done.json: `pass@1` on the test questions, sampled and greedy, training seconds, the best
@@ -74,33 +76,80 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     toolbox = make_pocket_toolbox("train")
     toolbox.require(required_tools(train))
     policy = add_lora(load_policy(config.student), config.lora_r, config.seed)
-    if method.trained_by == "sft":
-        teacher = load_trajectories(config, policy.protocol, train)
-        check_disjoint([r.question_id for r in teacher], [*validation, *test])
+    teacher = load_trajectories(config, policy.protocol, train) if method.imitates else []
+    check_disjoint([r.question_id for r in teacher], [*validation, *test])
     retriever = make_retriever(config, method, policy.protocol, train)
     if retriever:  # imported traces may come from any question
         check_disjoint(retriever.buffer.question_ids + retriever.buffer.question_texts, [*validation, *test])
     recorder, work = Recorder(config, folder, policy, validation[: config.n_eval]), folder / WORK
-    recorder.begin(latest_checkpoint(work))
+    checkpoint = latest_checkpoint(work)
+    if method.trained_by == "sft+rl" and checkpoint is None:
+        train_sft(policy, teacher, config, work / "sft", checkpoint_every=SFT_EVERY)
+    recorder.begin(checkpoint)
     if method.trained_by == "sft":
         how = {"on_update": recorder.on_update, "checkpoint_every": SFT_EVERY, "on_checkpoint": recorder.save_state}
         train_sft(policy, teacher, config, work, **how)
     else:
         how = {"on_rl_step": recorder.on_rl_step, "checkpoint_every": RL_EVERY, "on_checkpoint": recorder.save_state}
+        how["teacher"] = teacher if method.off_policy else []
         trainer = RAPOTrainer(policy, train, toolbox, retriever, config, method, work, **how)
         trainer.train(resume_from_checkpoint=True)
     return recorder.finish(test[: config.n_final])
 
 
 def load_trajectories(config: RunConfig, protocol: Protocol, questions: Sequence[Question]) -> list[Rollout]:
-    """The best correct trajectories of each question from the buffer's teachers, in the policy's ids (for SFT)."""
+    """The best correct trajectories of each question from the buffer's teachers, in the policy's ids (to imitate)."""
     texts, out = {q.id: q.text for q in questions}, []
-    for path in map(checked, buffer_paths(config)):
+    for path, chosen in choose_trajectories(config, protocol):
         source = protocol_of(path, protocol)
-        chosen = select_trajectories(load_rollouts(path, len(source.tokenizer)), TOP_K)
         same = source.tokenizer.get_vocab() == protocol.tokenizer.get_vocab()
         out += chosen if same else [retokenise(r, texts[r.question_id], source, protocol) for r in chosen]
     return out
+
+
+def choose_trajectories(config: RunConfig, protocol: Protocol) -> list[tuple[Path, list[Rollout]]]:
+    """Each teacher's file with what is kept of it: the best correct trajectories of each question.
+
+    Where the buffer says `teacher&weak`, it is at most as many of a question as the second one has. Of what is left of
+    all teachers, `n_trajectories` are drawn by the seed, so that every method gets the same ones.
+
+    Raises:
+        ValueError: n_trajectories is above what there is, or counts trajectories where a file holds single steps.
+    """
+    found = [_choose(paths, protocol) for paths in buffer_teachers(config)]
+    total = sum(len(chosen) for _, chosen in found)
+    if not config.n_trajectories:
+        return found
+    if not 0 < config.n_trajectories <= total:
+        raise ValueError(f"n_trajectories is {config.n_trajectories}; allowed: 1 to {total}, or 0 for all of them")
+    drawn = child_rng(config.seed, "buffer.trajectories").permutation(total)[: config.n_trajectories]
+    keep, out, at = set(drawn.tolist()), [], 0
+    for path, chosen in found:
+        out.append((path, [r for i, r in enumerate(chosen, at) if i in keep]))
+        at += len(chosen)
+    return out
+
+
+def _choose(paths: Sequence[Path], protocol: Protocol) -> tuple[Path, list[Rollout]]:
+    """The trajectories kept of one teacher's file; further files limit how many of a question."""
+    kept = []
+    for path in map(checked, paths):
+        n_ids = len(protocol_of(path, protocol).tokenizer)
+        kept.append(select_trajectories(load_rollouts(path, n_ids), TOP_K))
+    chosen, *limits = kept
+    for limit in limits:
+        chosen = _at_most_as_many(chosen, limit)
+    return paths[0], chosen
+
+
+def _at_most_as_many(rollouts: Sequence[Rollout], limit: Sequence[Rollout]) -> list[Rollout]:
+    """Of each question the first ones, at most as many as the limit holds of it."""
+    left, kept = Counter(r.question_id for r in limit), []
+    for r in rollouts:
+        if left[r.question_id] > 0:
+            left[r.question_id] -= 1
+            kept.append(r)
+    return kept
 
 
 def protocol_of(path: Path, protocol: Protocol) -> Protocol:
@@ -112,15 +161,14 @@ def protocol_of(path: Path, protocol: Protocol) -> Protocol:
 
 def make_buffer(config: RunConfig, protocol: Protocol, questions: Sequence[Question]) -> StepTraceBuffer:
     """The step-trace buffer of a run, from its teachers' sampled trajectories or from imported traces."""
+    (first, *_), *_ = buffer_teachers(config)
+    if "segments" not in next(load_jsonl(checked(first))):
+        if config.n_trajectories:
+            raise ValueError(f"n_trajectories is {config.n_trajectories}, but {first} holds single steps; allowed: 0")
+        return StepTraceBuffer.build(import_traces_jsonl(first))
     traces = []
-    for path in map(checked, buffer_paths(config)):
-        if "segments" in next(load_jsonl(path)):
-            teacher = path.stem.split("_")[0]
-            source = protocol_of(path, protocol)
-            rollouts = load_rollouts(path, len(source.tokenizer))
-            traces += make_traces(rollouts, questions, source, teacher, TOP_K)
-        else:
-            traces += import_traces_jsonl(path)
+    for path, chosen in choose_trajectories(config, protocol):
+        traces += make_traces(chosen, questions, protocol_of(path, protocol), path.stem.split("_")[0], TOP_K)
     return StepTraceBuffer.build(traces)
 
 
@@ -167,6 +215,7 @@ class Recorder:
             ValueError: the checkpoint belongs to another configuration, or the rollouts kept so far have changed.
         """
         if checkpoint is None:
+            self._pause()  # what came before the first RL step counts
             self.evaluate(0)
             self._save_rollouts()
         else:
@@ -207,7 +256,7 @@ class Recorder:
         if due or step in (1, last):
             self._keep(step, rollouts)
         if due or step == last:
-            self._keep_best(step, self.evaluate(step))
+            self._keep_adapter(step, self.evaluate(step))
         else:
             self._write_table("metrics", pd.DataFrame(self.metrics))
         print(f"RL step {step}/{last}: reward {row['reward']:.3f}, entropy {row['entropy']:.3f}", flush=True)
@@ -247,8 +296,9 @@ class Recorder:
         self.train_sec += now - self.since
         self.since = now
 
-    def _keep_best(self, step: int, rate: float) -> None:
-        """Save the adapter of the best validation so far; of equals the first."""
+    def _keep_adapter(self, step: int, rate: float) -> None:
+        """Save the adapter of an evaluated RL step, and that of the best validation so far; of equals the first."""
+        save_adapter(self.policy, self.folder / "adapters" / f"step{step}")
         if rate > self.best.get("pass@1", -1.0):
             self.best = {"rl_step": step, "pass@1": rate}
             save_adapter(self.policy, self.folder / "best")

@@ -23,6 +23,7 @@ from rapo_lib.objective import (
     sign_aware_advantage,
     timing_reward,
 )
+from rapo_lib.rollout import WhenToRetrieve, coin, entropy_above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +34,10 @@ class Method:
         name: key in METHODS.
         summary: one line for tables and legends.
         source: where it comes from.
-        trained_by: `rl` (rollouts and RAPOTrainer) or `sft` (cross-entropy on the teacher's trajectories).
+        trained_by: `rl` (rollouts and RAPOTrainer), `sft` (cross-entropy on the teacher's trajectories), or `sft+rl`.
+        off_policy: whether some of the teacher's trajectories take the group's last places (LUFFY).
         retrieves: whether the group's last N_hybrid rollouts may retrieve.
+        trigger: what decides on a retrieval: a `coin`, or the `entropy` of the last own step.
         unit: what one retrieval inserts: a step, or a trajectory from its start (w/ TO).
         shaped: whether the importance ratio is shaped; else m = 0.
         weighted: whether the retrieval advantage counts; else a = 0.
@@ -46,8 +49,10 @@ class Method:
     name: str
     summary: str
     source: str = "arXiv 2603.03078"
-    trained_by: Literal["rl", "sft"] = "rl"
+    trained_by: Literal["rl", "sft", "sft+rl"] = "rl"
+    off_policy: bool = False
     retrieves: bool = True
+    trigger: Literal["coin", "entropy"] = "coin"
     unit: Literal["step", "trajectory"] = "step"
     shaped: bool = True
     weighted: bool = True
@@ -58,6 +63,19 @@ class Method:
     def n_hybrid(self, config: RunConfig) -> int:
         """N_hybrid: rollouts of a group that may retrieve."""
         return config.n_hybrid if self.retrieves else 0
+
+    def n_off_policy(self, config: RunConfig) -> int:
+        """Places of a group that the teacher's trajectories take."""
+        return config.n_off_policy if self.off_policy else 0
+
+    def when_to_retrieve(self, config: RunConfig) -> WhenToRetrieve:
+        """What decides before each later step of a hybrid rollout."""
+        return coin(config.retrieval_prob) if self.trigger == "coin" else entropy_above(config.gate_nats)
+
+    @property
+    def imitates(self) -> bool:
+        """Whether it learns from the teacher's own tokens."""
+        return self.off_policy or self.trained_by != "rl"
 
     def shaping_weight(self, config: RunConfig) -> float:
         """m of Eq. 8."""
@@ -82,11 +100,14 @@ METHODS: dict[str, Method] = {
         Method(name="rapo_no_timing", summary="w/o RT: Z_ret = g", source=_FIG7, retrieval_reward=retrieval_quality),
         Method(name="rapo_to", summary="w/ TO: retrieves whole trajectories", source=_FIG7, unit="trajectory"),
         Method(name="rapo_sign_aware", summary="A = A_acc + a A_ret |A_acc|", source="ours", advantage=sign_aware_advantage),
+        Method(name="rapo_gated", summary="retrieves where the last own step was unsure", source="ours", trigger="entropy"),
         Method(name="low_h_falling", summary="low H before, falling after", source=_TABLE3, retrieval_reward=low_falling_reward),
         Method(name="low_h_rising", summary="low H before, rising after", source=_TABLE3, retrieval_reward=low_rising_reward),
         Method(name="high_h_rising", summary="high H before, rising after", source=_TABLE3, retrieval_reward=high_rising_reward),
         Method(name="rapo_released", summary="RAPO with the released code's loss", source="released code", released_loss=True),
         Method(name="sft", summary="SFT on the teacher's trajectories", source="baseline", trained_by="sft", retrieves=False, shaped=False, weighted=False),
+        Method(name="sft_grpo", summary="SFT, then GRPO", source="baseline", trained_by="sft+rl", retrieves=False, shaped=False, weighted=False),
+        Method(name="luffy", summary="LUFFY: the teacher's trajectories in the group", source="arXiv 2504.14945", off_policy=True, retrieves=False, shaped=False, weighted=False),
     )
 }  # fmt: skip
 

@@ -23,6 +23,8 @@ from rapo_lib.traces import Rollout
 
 #: Largest 1/H_before in 1/nats that the low-entropy inversions of Table 3 may reach.
 MAX_INVERSE_ENTROPY = 100.0
+#: Constant of LUFFY's policy shaping (arXiv 2504.14945).
+LUFFY_GAMMA = 0.1
 #: Added to a group's standard deviation (TRL's value).
 NORM_EPS = 1e-4
 
@@ -246,6 +248,25 @@ def shaping_factor(retrieved_frac: Tensor, weight: float) -> Tensor:
         (B,), 1 for an on-policy rollout.
     """
     return 1 + weight * retrieved_frac
+
+
+def luffy_log_ratio(logps: Tensor) -> Tensor:
+    """Log of LUFFY's shaped ratio at the teacher's tokens, which stands in place of the importance ratio.
+
+    Equation: `f(p) = p / (p + 0.1)` (arXiv 2504.14945): an unlikely token gets more of the gradient than its
+    probability would give it, a likely one less.
+
+    Args:
+        logps: the policy's log-probabilities of the tokens, any shape, nats; gradients flow through them.
+
+    Returns:
+        log f, same shape, below log(1 / 1.1).
+
+    Example:
+        >>> round(luffy_log_ratio(torch.tensor(0.1).log()).exp().item(), 6)
+        0.5
+    """
+    return torch.nn.functional.logsigmoid(logps - math.log(LUFFY_GAMMA))
 
 
 def token_logps_and_entropies(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:

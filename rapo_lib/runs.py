@@ -140,10 +140,17 @@ def _data_of(config: RunConfig) -> list[Path]:
 
 
 def buffer_paths(config: RunConfig) -> list[Path]:
-    """Files that the buffer is built from: those of pocket teachers (`teacher`, `teacher+weak`), or a JSONL file's."""
+    """Files that the buffer is built from: those of pocket teachers (`teacher`, `teacher+weak`), or a JSONL file."""
+    return [path for teacher in buffer_teachers(config) for path in teacher]
+
+
+def buffer_teachers(config: RunConfig) -> list[tuple[Path, ...]]:
+    """For each teacher its file, and behind it the files that limit how many trajectories of a question it gives."""
     if config.buffer.endswith(".jsonl"):
-        return [ROOT / config.buffer]
-    return [DATA / "pocket" / "trajectories" / f"{name}_{config.regime}.jsonl" for name in config.buffer.split("+")]
+        return [(ROOT / config.buffer,)]
+    folder = DATA / "pocket" / "trajectories"
+    teachers = [part.split("&") for part in config.buffer.split("+")]
+    return [tuple(folder / f"{name}_{config.regime}.jsonl" for name in names) for names in teachers]
 
 
 # ------------------------------------------------------------------------------------------------ runs

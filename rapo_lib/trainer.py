@@ -13,7 +13,9 @@ What differs from GRPOTrainer (trl 1.16), and how:
 4. `_compute_loss` hides the rows whose advantage is 0 from the forward pass and trims padding, then
    calls `super()`. With beta = 0 their gradient is exactly 0.
 5. The mini-batches of an RL step are drawn from a stream of (seed, RL step), so a resumed run draws the same.
-6. Checkpoints are those of `rapo_lib.checkpoints`: whole, checked, without pickles.
+6. LUFFY: the teacher's trajectories take the last places of a group; their ratio is `luffy_log_ratio`. Clipping
+   never touches it: it stays below 1, and no rollout of the group earns more, so their advantage is not negative.
+7. Checkpoints are those of `rapo_lib.checkpoints`: whole, checked, without pickles.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from rapo_lib.methods import Method
 from rapo_lib.objective import (
     group_normalise,
     groups_without_signal,
+    luffy_log_ratio,
     negative_factor_frac,
     rollout_retrieval_reward,
     shaping_factor,
@@ -49,7 +52,7 @@ from rapo_lib.objective import (
 )
 from rapo_lib.policy import Policy
 from rapo_lib.rewards import pocket_reward
-from rapo_lib.rollout import RolloutBatch, RolloutRequest, SamplingLimits, coin, sample_rollouts
+from rapo_lib.rollout import RolloutBatch, RolloutRequest, SamplingLimits, sample_rollouts
 from rapo_lib.tasks import Question
 from rapo_lib.traces import Protocol, Rollout
 
@@ -277,8 +280,9 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
         micro_batch: rollouts of one backward pass and process; None: all rollouts of an optimiser step.
         checkpoint_every: RL steps between checkpoints; None: no checkpoints.
         on_checkpoint: called with the folder of each checkpoint while it is written, to put more files into it.
-        when_to_retrieve: draws at each boundary; None: a coin with the run's retrieval_prob.
+        when_to_retrieve: draws at each boundary; None: what the method says.
         sampler: makes the rollouts.
+        teacher: correct trajectories in the policy's ids, for a method that mixes them into the groups.
 
     Raises:
         ValueError: arguments that do not fit each other, or a model with dropout.
@@ -302,15 +306,19 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
         on_checkpoint: Callable[[Path], None] | None = None,
         when_to_retrieve: Callable[..., bool] | None = None,
         sampler: Callable[..., RolloutBatch] = sample_rollouts,
+        teacher: Sequence[Rollout] = (),
     ) -> None:
-        _check(policy, retriever, config, method)
+        _check(policy, retriever, config, method, teacher)
         self.policy, self.questions, self.toolbox = policy, list(questions), toolbox
         self.retriever, self.config, self.method = retriever, config, method
         self.reward, self.on_rl_step, self.sampler = reward, on_rl_step, sampler
-        self.when_to_retrieve = when_to_retrieve or coin(config.retrieval_prob)
+        self.when_to_retrieve = when_to_retrieve or method.when_to_retrieve(config)
+        self.teacher = list(teacher)
         self.run_identity, self.on_checkpoint = dataclasses.asdict(config), on_checkpoint
         self.chunk_tokens = CPU_CHUNK_TOKENS if policy.device.type == "cpu" else None
         self._rollouts: list[Rollout] = []  # of this process and RL step, in the order of its inputs
+        self._is_teachers: list[bool] = []  # likewise: True where the teacher wrote it
+        self._off_policy: Tensor | None = None  # (B,), set while _compute_loss runs
         self._question_rows: list[int] = []
         self._scored: Tensor | None = None  # (B, T), set while _compute_loss runs
         self._skip_old_logps = False
@@ -350,16 +358,17 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
             return super().train(resume_from_checkpoint, **kwargs)
 
     def sample(self) -> list[Rollout]:
-        """Sample and score the rollouts of this process for the running RL step."""
+        """Sample and score the rollouts of this process for the running RL step; some may be the teacher's."""
         offset = self.accelerator.process_index * len(self._question_rows)
         n_on = self.config.group_size - self.method.n_hybrid(self.config)
         requests = []
         for i, row in enumerate(self._question_rows):
             place = (offset + i) % self.config.group_size  # a call may hold only part of a group
             requests.append(RolloutRequest(self.questions[row], place, hybrid=place >= n_on))
+        taught = [self._teachers_rollout(r) for r in requests]
         batch = self.sampler(
             self.policy,
-            requests,
+            [r for r, t in zip(requests, taught, strict=True) if t is None],
             self.toolbox,
             limits=SamplingLimits.of(self.config),
             seed=self.config.seed,
@@ -368,10 +377,23 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
             retriever=self.retriever,
             when_to_retrieve=self.when_to_retrieve,
         )
-        for rollout, request in zip(batch.rollouts, requests, strict=True):
+        own = iter(batch.rollouts)
+        rollouts = [next(own) if t is None else t for t in taught]
+        for rollout, request in zip(rollouts, requests, strict=True):
             rollout.reward = self.reward(rollout, request.question, self.policy.protocol)
-        self._rollouts, self._stats = batch.rollouts, batch.stats
-        return batch.rollouts
+        self._rollouts, self._is_teachers, self._stats = rollouts, [t is not None for t in taught], batch.stats
+        return rollouts
+
+    def _teachers_rollout(self, request: RolloutRequest) -> Rollout | None:
+        """The teacher's trajectory at a place of a group; None where the policy samples."""
+        turn = request.place - (self.config.group_size - self.method.n_off_policy(self.config))
+        if turn < 0:
+            return None
+        written = [r for r in self.teacher if r.question_id == request.question.id]
+        if turn >= len(written):  # fewer trajectories than places: the policy fills up
+            return None
+        rng = child_rng(self.config.seed, "off-policy", self.rl_step, request.question.id)
+        return dataclasses.replace(written[rng.permutation(len(written))[turn]], place=request.place)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         started = time.perf_counter()
@@ -386,6 +408,8 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
         batch["advantages"] = self._advantages(device)
         # exp(logp - (old - log s)) = s exp(logp - old): the shaped ratio of Eq. 8, before any clipping.
         batch["old_per_token_logps"] = batch.pop("sampling_per_token_logps") - shaping.log()[:, None]
+        batch["off_policy"] = torch.tensor(self._is_teachers, device=device)
+        batch["old_per_token_logps"][batch["off_policy"]] = 0.0  # the ratio there is f(p), not p / p_old
         self._clipped = self._clippable = 0.0
         # TRL shuffles the rollouts into mini-batches with torch's global generator.
         torch.manual_seed(int(child_rng(self.config.seed, "mini-batches", self.rl_step).integers(2**63)))
@@ -417,11 +441,11 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
         inputs = inputs | {"tool_mask": mask}
         inputs |= {k: inputs[k][:, start:] for k in ("prompt_ids", "prompt_mask")}
         inputs |= {k: inputs[k][:, :width] for k in PER_TOKEN if k in inputs}
-        self._scored = inputs["tool_mask"]
+        self._scored, self._off_policy = inputs["tool_mask"], inputs["off_policy"]
         try:
             loss = super()._compute_loss(model, inputs)
         finally:
-            self._scored = None
+            self._scored = self._off_policy = None
         tokens = self.accelerator.reduce(mask.sum(), "sum").item()
         self._clippable += tokens
         self._clipped += tokens * self._metrics["train"]["clip_ratio/region_mean"][-1]
@@ -447,18 +471,22 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
             logps, entropies = score_tokens(
                 model, input_ids, attention_mask, scored, temperature=self.temperature, max_tokens=self.chunk_tokens
             )
+        if self._off_policy is not None:
+            logps = torch.where(self._off_policy[:, None], luffy_log_ratio(logps), logps)
         return logps, entropies if compute_entropy else None, None
 
     def _finish_rl_step(self) -> None:
         """Hand the metrics of the RL step that just ended to `on_rl_step`."""
         update_sec = time.perf_counter() - self._generated_at
-        rollouts = gather_object(self._rollouts)
+        everyone = gather_object(list(zip(self._rollouts, self._is_teachers, strict=True)))
+        rollouts = [r for r, is_teachers in everyone if not is_teachers]
         if self.on_rl_step is None or not self.accelerator.is_main_process:
             return
         row = {"rl_step": self.state.global_step // self.config.updates_per_step} | rollout_metrics(
             rollouts, self.method
         )
         row |= dict(
+            groups_no_signal_frac=_groups_no_signal_frac([r for r, _ in everyone]),
             clip_frac=self._clipped / self._clippable if self._clippable else math.nan,
             negative_factor_frac=self._negative_frac,
             rollout_sec=self._rollout_sec,
@@ -508,9 +536,22 @@ def _without_known_warnings() -> Iterator[None]:
         yield
 
 
-def _check(policy: Policy, retriever: Any | None, config: RunConfig, method: Method) -> None:
-    if method.trained_by != "rl":
+def _check(
+    policy: Policy, retriever: Any | None, config: RunConfig, method: Method, teacher: Sequence[Rollout]
+) -> None:
+    if method.trained_by == "sft":
         raise ValueError(f"method {method.name!r} is trained by {method.trained_by}; use train_sft")
+    if bool(teacher) != method.off_policy:
+        needs = "needs the teacher's trajectories" if method.off_policy else "takes no teacher's trajectories"
+        raise ValueError(f"method {method.name!r} {needs}, and got {len(teacher)}")
+    if method.off_policy and config.kl_coef:
+        raise ValueError(
+            f"kl_coef is {config.kl_coef}; method {method.name!r} allows 0: its ratio is not a probability's"
+        )
+    if not 0 <= method.n_off_policy(config) < config.group_size:
+        raise ValueError(
+            f"n_off_policy is {config.n_off_policy}; allowed: 0 to group_size - 1 = {config.group_size - 1}"
+        )
     if (retriever is None) == method.retrieves:
         had = "no retriever" if retriever is None else "a retriever"
         raise ValueError(
@@ -559,7 +600,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], method: Method) -> dict[str, fl
         "reward_on": _mean([x for x, r in zip(rewards, rollouts, strict=True) if not r.hybrid]),
         "reward_hybrid": _mean([x for x, r in zip(rewards, rollouts, strict=True) if r.hybrid]),
         "nan_rewards": sum(not math.isfinite(x) for x in rewards),
-        "groups_no_signal_frac": groups_without_signal(torch.tensor(rewards), [r.question_id for r in rollouts]),
+        "groups_no_signal_frac": _groups_no_signal_frac(rollouts),
         "entropy": _mean(entropies),
         "retrieved_frac": _mean([r.retrieved_frac for r in helped]),
         "retrieval_reward": _mean([rollout_retrieval_reward(r, method.retrieval_reward) for r in helped]),
@@ -571,6 +612,11 @@ def rollout_metrics(rollouts: Sequence[Rollout], method: Method) -> dict[str, fl
         "truncated_frac": _mean([float(r.end_reason == "length") for r in rollouts]),
         "format_faults_frac": _mean([float(r.end_reason == "format") for r in rollouts]),
     }
+
+
+def _groups_no_signal_frac(rollouts: Sequence[Rollout]) -> float:
+    rewards = torch.tensor([math.nan if r.reward is None else r.reward for r in rollouts])
+    return groups_without_signal(rewards, [r.question_id for r in rollouts])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 import doctest
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pandas as pd
@@ -16,7 +17,7 @@ from rapo_lib import evaluate as evaluation
 from rapo_lib import execution
 from rapo_lib.config import DATA, RunConfig
 from rapo_lib.evaluate import call_results, evaluation_row, pass_at_k, summarise, summarise_skills
-from rapo_lib.execution import execute_run, load_trajectories, make_retriever
+from rapo_lib.execution import execute_run, load_trajectories, make_buffer, make_retriever
 from rapo_lib.faults import run_digest
 from rapo_lib.guard import Alarm
 from rapo_lib.methods import get_method
@@ -76,11 +77,13 @@ def test_a_run_leaves_its_files_and_is_repeatable(tmp_path):
     assert run_digest(tmp_path / "a") == run_digest(tmp_path / "b") != {}
     load_adapter(load_policy(config.student), tmp_path / "a" / "adapter")
     load_adapter(load_policy(config.student), tmp_path / "a" / "best")
+    assert [p.name for p in (tmp_path / "a" / "adapters").iterdir()] == ["step2"]
+    load_adapter(load_policy(config.student), tmp_path / "a" / "adapters" / "step2")
     done = json.loads((tmp_path / "a" / "done.json").read_text(encoding="utf-8"))
     assert done["best"]["rl_step"] == 2 and done["resumed_at"] == [] and done["alarms"] == []
 
 
-@pytest.mark.parametrize("method", ["grpo", "sft"])
+@pytest.mark.parametrize("method", ["grpo", "sft", "sft_grpo", "luffy", "rapo_gated"])
 def test_other_methods_run_from_a_folder(tmp_path, method):
     save_config(TINY.replace(method=method), tmp_path)
     row = finish_run(EXECUTOR, tmp_path, "hash")
@@ -121,6 +124,8 @@ def stopped_run(monkeypatch, config: RunConfig, folder: Path, name: str, number:
         ("rapo", "score_rollouts", 2, 1),  # in the second RL step, before its checkpoint
         ("rapo", "evaluate", 4, 2),  # between the two test evaluations, when the training is over
         ("grpo", "evaluate", 2, 1),
+        ("luffy", "evaluate", 2, 1),
+        ("sft_grpo", "score_rollouts", 2, 1),
         ("sft", "evaluate", 2, 15),
         ("sft", "save_adapter", 1, 15),
     ],
@@ -143,6 +148,23 @@ def test_a_run_that_is_taken_up_again_ends_as_the_unbroken_one(tmp_path, monkeyp
     metrics = pd.read_parquet(tmp_path / "broken" / "metrics.parquet")
     step = "update" if method == "sft" else "rl_step"
     assert list(metrics[step]) == list(range(1, len(metrics) + 1))
+
+
+@pytest.mark.case(34)
+def test_sft_before_rl_is_taken_up_again_too(tmp_path, monkeypatch):
+    config = TINY.replace(method="sft_grpo", sft_epochs=0.22)
+    monkeypatch.setattr(execution, "SFT_EVERY", 7)
+    for folder in ("whole", "broken"):
+        (tmp_path / folder).mkdir()
+    whole = execute_run(config, tmp_path / "whole")
+    stopped_run(monkeypatch, config, tmp_path / "broken", "RAPOTrainer", 1)  # SFT is over, RL has not begun
+    facts = execute_run(config, tmp_path / "broken")
+    assert facts | {"train_sec": 0} == whole | {"train_sec": 0}
+    for path in tmp_path.glob("*/work"):
+        shutil.rmtree(path)
+    assert run_digest(tmp_path / "broken") == run_digest(tmp_path / "whole") != {}
+    evals, metrics = (pd.read_parquet(tmp_path / "whole" / f"{n}.parquet") for n in ("evals", "metrics"))
+    assert list(metrics["rl_step"]) == [1, 2] and evals["train_sec"][0] > 0  # the seconds of SFT stand at RL step 0
 
 
 @pytest.mark.case(34)
@@ -216,6 +238,44 @@ def test_the_buffer_is_built_from_what_the_configuration_names(policy):
     assert all(r.reward == 1.0 for r in kept) and len({t.question_id for t in retriever.buffer.traces}) == len(
         {r.question_id for r in kept}
     )
+
+
+def test_a_drawn_number_of_trajectories_is_the_same_for_every_method(policy):
+    train = load_pocket_questions("exploration", "train")
+    kept = {}
+    for seed in (0, 1):
+        config = RunConfig(n_trajectories=12, seed=seed)
+        chosen = load_trajectories(config, policy.protocol, train)
+        traces = make_retriever(config, get_method("rapo"), policy.protocol, train).buffer.traces
+        assert len(chosen) == 12 and {r.question_id for r in chosen} == {t.question_id for t in traces}
+        kept[seed] = [(r.question_id, r.place) for r in chosen]
+    everything = [(r.question_id, r.place) for r in load_trajectories(RunConfig(), policy.protocol, train)]
+    assert kept[0] != kept[1] and kept[0] == [key for key in everything if key in set(kept[0])]
+    every = RunConfig(n_trajectories=len(everything))
+    assert [(r.question_id, r.place) for r in load_trajectories(every, policy.protocol, train)] == everything
+    with pytest.raises(ValueError, match=f"n_trajectories is {len(everything) + 1}; allowed: 1 to {len(everything)}"):
+        load_trajectories(RunConfig(n_trajectories=len(everything) + 1), policy.protocol, train)
+
+
+def test_a_teacher_can_be_held_to_anothers_coverage(policy):
+    train = load_pocket_questions("exploration", "train")
+    count = {}
+    for buffer in ("teacher", "weak", "teacher&weak", "teacher&weak+weak"):
+        chosen = load_trajectories(RunConfig(buffer=buffer), policy.protocol, train)
+        count[buffer] = Counter(r.question_id for r in chosen)
+    strong, weak, held = count["teacher"], count["weak"], count["teacher&weak"]
+    assert held == strong & weak and 0 < held.total() < strong.total()
+    assert count["teacher&weak+weak"] == held + weak
+    retriever = make_retriever(RunConfig(buffer="teacher&weak"), get_method("rapo"), policy.protocol, train)
+    assert {t.teacher for t in retriever.buffer.traces} == {"teacher"}
+
+
+def test_single_steps_cannot_be_counted_as_trajectories(policy, tmp_path):
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"key": "what is it?", "value": "<search>x</search><result>y</result>", "reward": 1.0}\n', "utf-8")
+    train = load_pocket_questions("exploration", "train")
+    with pytest.raises(ValueError, match="n_trajectories is 3, but .* holds single steps; allowed: 0"):
+        make_buffer(RunConfig(buffer=str(path), n_trajectories=3), policy.protocol, train)
 
 
 # ------------------------------------------------------------------------------------------ evaluation

@@ -1,6 +1,7 @@
 """RAPOTrainer against stock GRPOTrainer, against the oracle `rapo_loss`, and its runs."""
 
 import copy
+import dataclasses
 import json
 import math
 import subprocess
@@ -333,6 +334,85 @@ def test_with_retrieval_the_gradient_is_that_of_the_oracle(tmp_path, method, kl_
         assert_same(grads, clipped(want), atol=2e-6)
 
 
+def teachers_rollouts(question, n, reward=1.0):
+    """Trajectories that the tiny policy did not write: other ids, and log-probabilities that mean nothing here."""
+    rollouts = [w.canned_rollout(w.make_policy(seed=3), question, 50 + i, 1, False, 0.0) for i in range(n)]
+    return [w.with_logps(dataclasses.replace(r, reward=reward), [-9.0] * len(r.policy_mask)) for r in rollouts]
+
+
+def test_luffy_has_the_gradient_of_its_equation(tmp_path):
+    config = w.small_config(updates_per_step=1, rl_steps=1, n_off_policy=1)
+    batch = {}
+
+    def keep(trainer):
+        inner = trainer.sample
+
+        def sample():
+            batch["rollouts"], batch["taught"] = inner(), list(trainer._is_teachers)
+            return batch["rollouts"]
+
+        trainer.sample = sample
+
+    teacher = [r for q in w.QUESTIONS[:3] for r in teachers_rollouts(q, 2)]
+    policy, rows = w.make_policy(), []
+    seen = Gradients(policy)
+    trainer = w.make_trainer(
+        policy, config, "luffy", tmp_path, w.Canned(noise=0.4), teacher=teacher, callbacks=[seen],
+        on_rl_step=lambda row, rollouts: rows.append((row, rollouts)),
+    )  # fmt: skip
+    keep(trainer)
+    trainer.train()
+    rollouts, taught = batch["rollouts"], batch["taught"]
+    asked = {r.question_id for r in rollouts}
+    assert sum(taught) == len(asked - {"q3"}) and all(
+        r.place == 3 for r, yes in zip(rollouts, taught, strict=True) if yes
+    )
+    assert len(rows[0][1]) == len(rollouts) - sum(taught)  # metrics and kept rollouts are the policy's own
+
+    weights = {n: p.clone().requires_grad_() for n, p in seen.before[0].items()}
+    advantages = o.group_normalise(torch.tensor([r.reward for r in rollouts]), [r.question_id for r in rollouts])
+    terms = []
+    for r, yes, a in zip(rollouts, taught, advantages, strict=True):
+        logps, mask = plain_logps(policy, r, weights), torch.tensor(r.policy_mask, dtype=torch.float32)
+        p = logps.exp()
+        ratio = (logps - torch.tensor(r.logps)).exp()
+        own = torch.minimum(ratio * a, ratio.clamp(1 - config.clip, 1 + config.clip) * a)
+        terms.append(((p / (p + 0.1) * a if yes else own) * mask).sum() / mask.sum())
+    loss = -torch.stack(terms).mean()
+    want = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+    assert any(yes and a > 0.1 for yes, a in zip(taught, advantages, strict=True))
+    assert_same(seen.all[0], clipped(want), atol=2e-6)
+
+
+def test_the_teachers_trajectories_change_by_rl_step_and_fill_only_their_places(tmp_path):
+    config = w.small_config(updates_per_step=1, rl_steps=4, n_off_policy=2)
+    teacher = teachers_rollouts(w.QUESTIONS[0], 4) + teachers_rollouts(w.QUESTIONS[1], 1)
+    sampler = w.Canned(noise=0.4)
+    seen = []
+    trainer, _, rows = train(tmp_path, "luffy", config, sampler, teacher=teacher)
+    for requests, (row, own) in zip(sampler.requests, rows, strict=True):
+        places = {q: [r.place for r in requests if r.question.id == q] for q in {r.question.id for r in requests}}
+        for q, asked in places.items():
+            assert asked == {"q0": [0, 1], "q1": [0, 1, 3]}.get(q, [0, 1, 2, 3])
+        assert [r.question_id for r in own] == [r.question.id for r in requests]
+        assert row["generated_tokens"] == sum(sum(r.policy_mask) for r in own)
+        seen.append(row)
+    request = lambda place: t.RolloutRequest(w.QUESTIONS[0], place)  # noqa: E731
+    pairs = set()
+    for trainer.state.global_step in range(6):
+        pairs.add(tuple(tuple(trainer._teachers_rollout(request(p)).completion_ids) for p in (2, 3)))
+    assert len(pairs) > 1 and all(a != b for a, b in pairs)  # two different ones at a time, others at other steps
+
+
+def test_a_group_that_only_the_teacher_solves_has_a_signal(tmp_path):
+    config = w.small_config(updates_per_step=1, rl_steps=1, n_off_policy=1)
+    fail = lambda r, step: dataclasses.replace(r, reward=0.0)  # noqa: E731
+    teacher = [r for q in w.QUESTIONS for r in teachers_rollouts(q, 1)]
+    _, _, rows = train(tmp_path, "luffy", config, w.Canned(edit=fail), teacher=teacher)
+    assert rows[0][0]["groups_no_signal_frac"] == 0.0 and rows[0][0]["reward"] == 0.0
+    assert {r.place for r in rows[0][1]} == {0, 1, 2}
+
+
 def test_each_weight_changes_the_gradient(tmp_path):
     config = w.small_config(rl_steps=1, updates_per_step=1)
     names = (
@@ -577,9 +657,10 @@ def test_question_order_is_a_permutation_an_epoch_the_same_for_every_method():
 
 
 def test_arguments_that_do_not_fit_are_refused(tmp_path):
-    def build(method="grpo", retriever=None, **changes):
+    def build(method="grpo", retriever=None, teacher=(), **changes):
+        config = w.small_config(**changes)
         return t.RAPOTrainer(
-            w.make_policy(), w.QUESTIONS, None, retriever, w.small_config(**changes), METHODS[method], tmp_path
+            w.make_policy(), w.QUESTIONS, None, retriever, config, METHODS[method], tmp_path, teacher=teacher
         )
 
     with pytest.raises(ValueError, match="'rapo' retrieves, and got no retriever"):
@@ -596,6 +677,15 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path):
         build(updates_per_step=3)
     with pytest.raises(ValueError, match="n_hybrid is 5; allowed: 0 to group_size = 4"):
         build("rapo", w.FakeRetriever(), n_hybrid=5)
+    with pytest.raises(ValueError, match="'luffy' needs the teacher's trajectories, and got 0"):
+        build("luffy")
+    one = teachers_rollouts(w.QUESTIONS[0], 1)
+    with pytest.raises(ValueError, match="'grpo' takes no teacher's trajectories, and got 1"):
+        build("grpo", teacher=one)
+    with pytest.raises(ValueError, match="n_off_policy is 4; allowed: 0 to group_size - 1 = 3"):
+        build("luffy", teacher=one, n_off_policy=4)
+    with pytest.raises(ValueError, match="kl_coef is 0.1; method 'luffy' allows 0"):
+        build("luffy", teacher=one, kl_coef=0.1)
 
 
 @pytest.mark.case(16, 22, 36)
@@ -672,3 +762,25 @@ def test_sft_learns_the_teachers_ids_and_nothing_else(tmp_path):
 def test_sft_needs_trajectories(tmp_path):
     with pytest.raises(ValueError, match="no trajectories to learn from"):
         t.train_sft(w.make_policy(), [], w.small_config(), tmp_path)
+
+
+def test_what_decides_on_a_retrieval_follows_the_method():
+    """The coin has the run's probability; the gate opens above the run's entropy, and draws nothing."""
+
+    class State:
+        last_entropy = 0.05
+
+    rng = child_rng(0, "gate")
+    config = w.small_config(retrieval_prob=1.0, gate_nats=0.049)
+    assert METHODS["rapo"].when_to_retrieve(config)(State, rng)
+    assert not METHODS["rapo"].when_to_retrieve(config.replace(retrieval_prob=0.0))(State, rng)
+    gate = METHODS["rapo_gated"].when_to_retrieve(config)
+    assert gate(State, None) and not METHODS["rapo_gated"].when_to_retrieve(config.replace(gate_nats=0.05))(State, None)
+
+
+def test_the_gate_reaches_the_rollouts(tmp_path):
+    """No entropy is above 100 nats, every one above -1."""
+    for gate_nats, some in ((100.0, False), (-1.0, True)):
+        config = w.small_config(rl_steps=1, gate_nats=gate_nats, questions_per_step=4)
+        trainer = w.make_trainer(w.make_policy(), config, "rapo_gated", tmp_path)
+        assert trainer.when_to_retrieve(type("S", (), {"last_entropy": 1.0}), None) is some
