@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 
 from rapo_lib.config import ROOT, Profile
 from rapo_lib.runs import advice, library_hash, results_folder
+from rapo_lib.study import time_line
 from rapo_lib.traces import write_text_atomic
 
 NOTEBOOKS = ROOT / "notebooks"
@@ -283,6 +284,7 @@ def _run_all(profile: Profile, notebooks: list[Path], out: Path, jobs: int, sinc
         print("there are no notebooks to run", file=sys.stderr)
         return 1
     print(f"profile {profile.name}: {profile.about}; results go to {_shown(out)}")
+    print(time_line(profile, jobs), flush=True)
     library, rows = library_hash(), []
     for path in notebooks:
         rows.append(_run_one(path, out / "notebooks", profile, library, jobs, since))

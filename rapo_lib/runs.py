@@ -49,6 +49,9 @@ LOOKING_ON = {
     "explorer.py",
     "bench.py",
     "hybrids.py",
+    "study.py",
+    "peek.py",
+    "diversity.py",
     "faults.py",
     "hostile.py",
     "__init__.py",
@@ -362,7 +365,7 @@ def _work(runs: list[Run], jobs: int, executor: str, say: Callable[[str], None])
     if not runs:
         return
     idle = [Worker(executor, runs[0].config.threads) for _ in range(min(jobs, len(runs)))]
-    everyone, todo, n_done, failure = list(idle), list(runs), 0, None
+    everyone, todo, n_done, failure, began = list(idle), list(runs), 0, None, time.time()
     try:
         with ThreadPoolExecutor(len(everyone)) as pool:
             pending: dict[Any, tuple[Worker, Run]] = {}
@@ -382,11 +385,17 @@ def _work(runs: list[Run], jobs: int, executor: str, say: Callable[[str], None])
                         failure = failure or future.exception()
                         continue
                     n_done += 1
-                    say(f"[{n_done}/{len(runs)}] {run.label}: {future.result()}")
+                    left = (time.time() - began) / n_done * (len(runs) - n_done)
+                    say(f"[{n_done}/{len(runs)}{_left(left)}] {run.label}: {future.result()}")
     finally:
         _stop(everyone)
     if failure:
         raise failure
+
+
+def _left(seconds: float) -> str:
+    """How long the runs will go on, by the pace so far; empty at the end."""
+    return f", {max(seconds / 60, 1):.0f} min left" if seconds else ""
 
 
 def _stop(workers: Iterable[Worker]) -> None:

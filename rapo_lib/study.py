@@ -1,0 +1,323 @@
+"""What is run to answer which question, how long it takes, and which earlier runs still hold.
+
+Every notebook takes its runs from `planned`, so this table is the whole study. The regimes, grids and rates below
+were written down before their runs; notebook 10 says why each stands here. `python -m rapo_lib.study plan` shows
+what is missing and how long it will take; `carry` takes over the runs of an earlier version of the code, after doing
+one of each kind again and finding it equal.
+"""
+
+# ruff: noqa: E501 (EXPERIMENTS is a table, one row a line)
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from rapo_lib.config import PROFILES, RESULTS, Profile, RunConfig, load_profile
+from rapo_lib.runs import Run, find_runs, inputs_hash, run_many, runs_folder
+from rapo_lib.traces import file_sha256, write_text_atomic
+
+REFERENCE = RESULTS / "reference"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of an experiment: a method with some settings.
+
+    Args:
+        name: of the variant, unique in the study. method: key in METHODS.
+        settings: RunConfig fields that differ from the profile's.
+        long: only profiles that give five or more seeds run it.
+        seeds: these seeds instead of the profile's.
+    """
+
+    name: str
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    long: bool = False
+    seeds: tuple[int, ...] = ()
+
+    def configs(self, profile: Profile) -> list[RunConfig]:
+        """One configuration a seed."""
+        if self.seeds:
+            return [profile.config(self.method, seed, **self.settings) for seed in self.seeds]
+        return profile.configs(self.method, **self.settings)
+
+
+def _v(name: str, method: str = "", *, long: bool = False, seeds: tuple[int, ...] = (), **settings: Any) -> Variant:
+    return Variant(name, method or name, settings, long, seeds)
+
+
+_RATES, _RANKS = (5e-4, 1e-3, 2e-3, 4e-3), (8, 16, 32)
+#: Seeds that choose learning rate and rank and are used for nothing else.
+TUNING_SEEDS = (100, 101)
+#: Profiles that give a variant this many seeds run the whole table.
+LONG_FROM = 5
+
+EXPERIMENTS: dict[str, tuple[Variant, ...]] = {
+    # 05: the comparison, the positive control, the other regimes
+    "training": (_v("grpo"), _v("rapo"), _v("sft")),
+    "positive_control": (_v("grpo_easy", "grpo", regime="easy", seeds=(0, 1)),),
+    "regimes": tuple(_v(f"{m}_{r}", m, regime=r) for r in ("halfway", "easy") for m in ("grpo", "rapo")),
+    # 06: the noise grid is the profile's
+    "noise": (_v("grpo"), _v("rapo")),
+    "noise_halfway": (_v("grpo_halfway", "grpo", regime="halfway", long=True), _v("rapo_halfway", "rapo", regime="halfway", long=True),
+                      _v("rapo_halfway_p=1", "rapo", regime="halfway", noise_prob=1.0, long=True)),
+    # 07: teachers and units
+    "weak_teacher": (_v("grpo"), _v("rapo"), _v("rapo_weak", "rapo", buffer="weak"), _v("rapo_spare", "rapo", extra_steps=1),
+                     _v("rapo_to_spare", "rapo_to", extra_steps=1)),
+    "teachers": (_v("rapo_middling", "rapo", buffer="middling", long=True), _v("rapo_patient", "rapo", buffer="patient", long=True),
+                 _v("rapo_strong_few", "rapo", buffer="teacher&weak", long=True), _v("rapo_specialists", "rapo", buffer="searcher+reckoner", long=True)),
+    # 08
+    "health": (_v("grpo", seeds=(0,)), _v("rapo_easy", "rapo", regime="easy", seeds=(0,)),
+               _v("too_fast", "rapo", regime="easy", learning_rate=5e-3, seeds=(0,))),
+    # 10: components, inversions, our own variants, parameters, our own choices, tuning
+    "components": tuple(_v(f"rapo_no_{part}", long=part not in ("rpo",)) for part in ("rpo", "reward", "shaping", "quality", "timing")),
+    "inversions": tuple(_v(name, long=name != "low_h_rising") for name in ("low_h_rising", "low_h_falling", "high_h_rising")),
+    "ours": (_v("rapo_sign_aware", long=True), _v("rapo_gated")),
+    "parameters": (_v("rapo_m=0.5", "rapo", shaping_weight=0.5, long=True), _v("rapo_a=1", "rapo", advantage_weight=1.0, long=True),
+                   _v("rapo_hybrid=4", "rapo", n_hybrid=4, long=True), _v("rapo_hybrid=12", "rapo", n_hybrid=12, long=True),
+                   _v("rapo_prob=0.25", "rapo", retrieval_prob=0.25, long=True), _v("rapo_prob=1", "rapo", retrieval_prob=1.0, long=True)),
+    "guards": (_v("rapo_no_guard", "rapo", leak_guard=False), _v("rapo_other_questions", "rapo", exclude_same_question=True, long=True),
+               _v("grpo_spare", "grpo", extra_steps=1, long=True)),
+    "tuning": tuple(_v(f"grpo_easy_lr={lr:g}_r={r}", "grpo", regime="easy", learning_rate=lr, lora_r=r, seeds=TUNING_SEEDS, long=True)
+                    for r in _RANKS for lr in _RATES),
+    # 11: practise or copy
+    "imitation": (_v("luffy"), _v("sft_grpo"))
+    + tuple(_v(f"{m}_{r}", m, regime=r, long=True) for r in ("halfway", "easy") for m in ("luffy", "sft", "sft_grpo")),
+    "buffer_size": tuple(_v(f"{m}_n={n}", m, n_trajectories=n, long=n != 12) for n in (12, 48, 240) for m in ("rapo", "sft")),
+    "wasteful": tuple(_v(f"{m}_wasteful", m, buffer="wasteful", long=m != "sft") for m in ("sft", "rapo", "luffy", "sft_grpo")),
+}  # fmt: skip
+
+
+def planned(profile: Profile, experiment: str) -> dict[str, list[RunConfig]]:
+    """The runs of one experiment: for each variant one configuration a seed.
+
+    Args:
+        profile: how much is run; one with fewer than five seeds leaves the long rows out.
+        experiment: key in EXPERIMENTS.
+
+    Raises:
+        ValueError: an unknown experiment.
+
+    Example:
+        >>> {name: len(configs) for name, configs in planned(load_profile("pocket"), "training").items()}
+        {'grpo': 5, 'rapo': 5, 'sft': 1}
+    """
+    if experiment not in EXPERIMENTS:
+        raise ValueError(f"unknown experiment {experiment!r}; allowed: {', '.join(EXPERIMENTS)}")
+    rows = [v for v in EXPERIMENTS[experiment] if not v.long or profile.seeds >= LONG_FROM]
+    configs = {v.name: v.configs(profile) for v in rows}
+    if experiment == "noise":
+        configs |= {f"rapo_p={p:g}": profile.configs("rapo", noise_prob=p) for p in profile.noise_probs if p}
+    if experiment in ("positive_control", "regimes") and profile.seeds < 2 and "grpo_easy" in configs:
+        configs["grpo_easy"] = profile.configs("grpo", 2, regime="easy")  # the control is about two seeds
+    return configs
+
+
+def everything(profile: Profile) -> dict[str, dict[str, list[RunConfig]]]:
+    """All experiments of a profile."""
+    return {name: plan for name in EXPERIMENTS if (plan := planned(profile, name))}
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+def work_of(config: RunConfig) -> int:
+    """Rollouts of a run, in training and evaluation: what its time is in proportion to."""
+    n_evals = 1 + -(-config.rl_steps // config.eval_every)
+    return (
+        config.rl_steps * config.questions_per_step * config.group_size + n_evals * config.n_eval + 2 * config.n_final
+    )
+
+
+def measured_seconds(folders: Iterable[Path]) -> pd.DataFrame:
+    """One row a finished run below some `runs` folders: method, regime, seconds and work; later folders win nothing."""
+    rows = []
+    for path in (p for folder in folders for p in sorted(folder.rglob("done.json"))):
+        config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
+        if not json.loads(path.read_text(encoding="utf-8")).get("resumed_at"):
+            config = RunConfig().replace(**config)
+            seconds = json.loads(path.read_text(encoding="utf-8"))["seconds"]
+            rows.append((config.method, config.regime, seconds, work_of(config)))
+    return pd.DataFrame(rows, columns=["method", "regime", "seconds", "work"])
+
+
+def estimate_seconds(config: RunConfig, measured: pd.DataFrame) -> float:
+    """Seconds of one run: from runs of its method and regime, else of its method, else of any.
+
+    Returns:
+        NaN when nothing was measured.
+
+    Example:
+        >>> seen = pd.DataFrame([("grpo", "easy", 50.0, 100)], columns=["method", "regime", "seconds", "work"])
+        >>> estimate_seconds(RunConfig(method="grpo"), seen) == 0.5 * work_of(RunConfig())
+        True
+    """
+    same = measured["method"] == config.method
+    for rows in (measured[same & (measured["regime"] == config.regime)], measured[same], measured):
+        if len(rows):
+            return float((rows["seconds"] / rows["work"]).mean() * work_of(config))
+    return float("nan")
+
+
+def plan_table(profile: Profile, jobs: int | None = None) -> pd.DataFrame:
+    """One row an experiment: runs planned, there, missing, and minutes that the missing ones will take.
+
+    A run that several experiments share counts in the first one. Seconds come from the profile's finished runs and
+    from results/reference.
+    """
+    measured = measured_seconds([runs_folder(profile.name), REFERENCE / "runs"])
+    seen: set[RunConfig] = set()
+    rows = []
+    for name, plan in everything(profile).items():
+        configs = [c for c in dict.fromkeys(c for cs in plan.values() for c in cs) if c not in seen]
+        seen |= set(configs)
+        there = {r.config for r in find_runs({"x": configs}, profile=profile.name)}
+        missing = [c for c in configs if c not in there]
+        seconds = sum(estimate_seconds(c, measured) for c in missing) / (jobs or profile.jobs)
+        rows.append((name, len(configs), len(configs) - len(missing), len(missing), seconds / 60))
+    return pd.DataFrame(rows, columns=["experiment", "runs", "there", "missing", "minutes"])
+
+
+def time_line(profile: Profile, jobs: int | None = None) -> str:
+    """One sentence on what is missing and how long it will take."""
+    table = plan_table(profile, jobs)
+    total, missing, minutes = table["runs"].sum(), table["missing"].sum(), table["minutes"].sum()
+    line = f"{total} training runs, {total - missing} there, {missing} missing"
+    if not missing:
+        return line
+    long = f"{minutes / 60:.1f} hours" if minutes > 100 else f"{max(minutes, 1):.0f} minutes"
+    return f"{line}: about {long} with {jobs or profile.jobs} at once, by the times of earlier runs"
+
+
+# ----------------------------------------------------------------------------------------------- carry
+
+
+def carry(profile: str, source: Path, *, jobs: int = 2, say: Callable[[str], None] = print) -> dict[str, int]:
+    """Take over runs that an earlier version of the code did, after doing some of them again.
+
+    A change of code makes every run stale, although most changes change no result. Of each kind of run (method,
+    regime, buffer, and which of the other settings differ from the default) the first seed is done again; when its
+    tables are equal to the earlier ones in every number but the clock's, the other runs of this kind are taken over.
+    Their done.json says so, with the hash of the code that made them.
+
+    Args:
+        profile: whose results folder they go to. source: a folder that holds `runs` of the same profile.
+        jobs: training runs at once. say: gets one line a step.
+
+    Returns:
+        Numbers of runs `there` already, done `again`, `carried`, and `changed` (of a kind whose results differ: left out).
+    """
+    earlier = sorted(_earlier_runs(source), key=lambda r: (kind_of(r.config), r.config.seed))
+    kinds: dict[tuple[Any, ...], list[tuple[str, Run]]] = {}
+    for run in earlier:
+        kinds.setdefault(kind_of(run.config), []).append((run.folder.parent.parent.name, run))
+    there = {r.config for r in find_runs({"x": list({r.config for r in earlier})}, profile=profile)}
+    due = {kind: runs for kind, runs in kinds.items() if any(r.config not in there for _, r in runs)}
+    first = {kind: runs[0][1] for kind, runs in due.items()}
+    again = {"check": list(dict.fromkeys(r.config for r in first.values()))}
+    counts = {"there": len(there), "again": sum(c not in there for c in again["check"]), "carried": 0, "changed": 0}
+    redone = {r.config: r for r in run_many(again, profile=profile, experiment="carried", jobs=jobs, say=say)}
+    for kind, runs in due.items():
+        one = first[kind]
+        missing = [(e, r) for e, r in runs if r.config not in there and r.config != one.config]
+        if fault := difference(one, redone[one.config]):
+            counts["changed"] += len(missing)
+            say(f"{one.label} differs from the earlier run ({fault}): {len(missing)} runs of its kind are left out")
+            continue
+        for experiment, run in missing:
+            _take_over(run, runs_folder(profile) / experiment / run.variant, checked=one.label)
+        counts["carried"] += len(missing)
+    return counts
+
+
+def kind_of(config: RunConfig) -> tuple[Any, ...]:
+    """What one repeated run speaks for: method, regime and buffer, and which other settings differ from the default."""
+    default = RunConfig()
+    changed = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(default, f.name)]
+    apart = ("method", "regime", "buffer", "seed")
+    return config.method, config.regime, config.buffer, *(name for name in changed if name not in apart)
+
+
+def _earlier_runs(source: Path) -> Iterator[Run]:
+    for path in sorted((source / "runs").glob("*/*/*/done.json")):
+        folder = path.parent
+        config = RunConfig().replace(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
+        yield Run(folder.parent.name, config, folder)
+
+
+def difference(one: Run, other: Run) -> str:
+    """The first table and column in which two runs differ, clocks left out; empty when there is none.
+
+    Columns that only the later version writes do not count.
+    """
+    for name in ("metrics", "evals", "final"):
+        a, b = (pd.read_parquet(run.file(f"{name}.parquet")) for run in (one, other))
+        for column in (c for c in a.columns if not c.endswith("_sec")):
+            if column not in b or not a[column].equals(b[column]):
+                return f"{name}, {column}"
+    return ""
+
+
+def _take_over(run: Run, folder: Path, checked: str) -> None:
+    """Copy a run to its place under the present code, its configuration with all present fields."""
+    done = json.loads((run.folder / "done.json").read_text(encoding="utf-8"))
+    target = folder / f"seed{run.config.seed}-{run.config.hash()}"
+    partial = target.with_name(f".{target.name}.carried")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(run.folder, partial)
+    write_text_atomic(partial / "config.json", json.dumps(dataclasses.asdict(run.config), indent=1) + "\n")
+    done["files"]["config.json"] = file_sha256(partial / "config.json")
+    source = {"inputs_hash": done["inputs_hash"], "checked": checked} | done.get("carried", {})
+    done |= {"config_hash": run.config.hash(), "inputs_hash": inputs_hash(run.config), "carried": source}
+    write_text_atomic(partial / "done.json", json.dumps(done, indent=1) + "\n")
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+
+
+# ---------------------------------------------------------------------------------------- command line
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m rapo_lib.study plan|run|carry`; see --help."""
+    parser = argparse.ArgumentParser(prog="python -m rapo_lib.study", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    about = {
+        "plan": "what is missing, and how long it takes",
+        "run": "do the training runs of the notebooks without the notebooks",
+        "carry": "take over runs of an earlier version of the code that does the same",
+    }
+    for name, text in about.items():
+        p = commands.add_parser(name, help=text)
+        p.add_argument("--profile", default="study", choices=list(PROFILES))
+        p.add_argument("--jobs", type=int, help="training runs at once (default: the profile's)")
+        if name == "run":
+            p.add_argument("experiments", nargs="*", help=f"of {', '.join(EXPERIMENTS)}; none: all")
+        if name == "carry":
+            p.add_argument("source", type=Path, help="a results folder with runs/, such as results/reference")
+    a = parser.parse_args(arguments)
+    profile = load_profile(a.profile)
+    jobs = a.jobs or profile.jobs
+    if a.command == "plan":
+        print(plan_table(profile, jobs).to_string(index=False, float_format="%.0f"))
+        print(time_line(profile, jobs))
+    elif a.command == "run":
+        for name in a.experiments or everything(profile):
+            print(f"{name}:", flush=True)
+            run_many(planned(profile, name), profile=profile.name, experiment=name, jobs=jobs)
+    else:
+        print(carry(profile.name, a.source, jobs=jobs))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
