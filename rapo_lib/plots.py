@@ -89,6 +89,15 @@ STYLES: dict[str, tuple[str, Any]] = {
     "high_h_rising": (_COLOURS[4], ":"),
     "low_h_rising": (_COLOURS[6], "-."),
     "low_h_falling": (_COLOURS[8], "--"),
+    "rapo_gated": (_COLOURS[5], ":"),
+    "sft_grpo": (_COLOURS[8], "-."),
+    "grpo_spare": (_COLOURS[0], "-."),
+    "rapo_no_guard": (_COLOURS[4], "-."),
+    "rapo_other_questions": (_COLOURS[6], "--"),
+    "rapo_middling": (_COLOURS[9], "--"),
+    "rapo_patient": (_COLOURS[3], ":"),
+    "rapo_strong_few": (_COLOURS[5], (0, (5, 1, 1, 1, 1, 1))),
+    "rapo_specialists": (_COLOURS[4], (0, (5, 1, 1, 1, 1, 1))),
 }
 #: Names that stand in legends.
 LABELS = {"grpo": "GRPO", "rapo": "RAPO", "sft": "SFT", "luffy": "LUFFY", "rapo_to": "RAPO w/ TO"}
@@ -97,6 +106,24 @@ LABELS |= {"grpo_halfway": "GRPO, half-way", "rapo_halfway": "RAPO, half-way"}
 LABELS |= {"rapo_spare": "RAPO, spare step", "rapo_to_spare": "RAPO w/ TO, spare step"}
 LABELS |= {"rapo_halfway_p=1": "RAPO p=1, half-way"}
 LABELS |= {"rapo_weak": "RAPO, weak teacher", "student": "student, untrained", "weak": "weak teacher"}
+LABELS |= {"sft_grpo": "SFT, then GRPO", "rapo_gated": "RAPO, entropy gate", "rapo_sign_aware": "RAPO, sign-aware"}
+LABELS |= {"rapo_no_rpo": "w/o RPO", "rapo_no_reward": "w/o RR", "rapo_no_shaping": "w/o RIS"}
+LABELS |= {"rapo_no_quality": "w/o RQ", "rapo_no_timing": "w/o RT"}
+LABELS |= {"low_h_rising": "low H, rising", "low_h_falling": "low H, falling", "high_h_rising": "high H, rising"}
+LABELS |= {"rapo_no_guard": "RAPO, no leak guard", "rapo_other_questions": "RAPO, other questions only"}
+LABELS |= {"grpo_spare": "GRPO, spare step", "rapo_middling": "RAPO, middling teacher"}
+LABELS |= {
+    "rapo_patient": "RAPO, weak teacher, all questions",
+    "rapo_strong_few": "RAPO, strong teacher, few questions",
+}
+LABELS |= {"rapo_specialists": "RAPO, two specialists"}
+LABELS |= {
+    f"{m}_{r}": f"{LABELS[m]}, {name}"
+    for m in ("luffy", "sft", "sft_grpo")
+    for r, name in (("halfway", "half-way"), ("easy", "easy"))
+}
+LABELS |= {f"{m}_n={n}": f"{LABELS[m]}, {n} trajectories" for m in ("rapo", "sft") for n in (12, 48, 240)}
+LABELS |= {f"{m}_wasteful": f"{LABELS[m]}, wasteful teacher" for m in ("sft", "rapo", "luffy", "sft_grpo")}
 SIZES = {1: (6.4, 3.6), 2: (10.0, 3.6), 3: (10.0, 3.6), 4: (10.0, 6.4), 6: (10.0, 6.4)}
 
 
@@ -104,9 +131,9 @@ def style_of(variant: str) -> tuple[str, Any]:
     """Colour and line style of a method or variant; names not in STYLES get a fixed one from their letters.
 
     RAPO with noise, `rapo_p=0.4`, is the darker the more noise there is. A method looks the same in every regime:
-    `grpo_halfway` and `grpo_easy` like `grpo`.
+    `grpo_halfway` and `grpo_easy` like `grpo`; likewise with another buffer, `sft_wasteful` and `sft_n=12`.
     """
-    variant = re.sub("_(halfway|easy)", "", variant)
+    variant = re.sub("_(halfway|easy|wasteful|n=[0-9]+)$|_(halfway|easy)", "", variant)
     if variant in STYLES:
         return STYLES[variant]
     if variant.startswith("rapo_p="):
@@ -337,6 +364,48 @@ def plot_eval_bars(
     _name_axis(ax, "y", metric)
     ax.set_ylim(bottom=min(0.0, float(table[metric].min())))
     ax.grid(axis="x", visible=False)
+    return ax
+
+
+def plot_differences(
+    table: pd.DataFrame,
+    baseline: str,
+    variants: Sequence[str] | None = None,
+    metric: str = "pass@1",
+    ax: Axes | None = None,
+) -> Axes:
+    """Difference of each variant to a baseline, paired by seed: dots are seeds, lines 95 % t intervals of the mean.
+
+    Args:
+        table: one row a run with variant, seed and the metric (from `runs.result_table`).
+        baseline: variant that is subtracted. variants: rows of the figure (default: all others in the table).
+        metric: column, as a fraction; the axis shows points. ax: where to draw.
+
+    Raises:
+        ValueError: no run of the baseline, or of a variant with a seed that the baseline has.
+    """
+    ax = _axes(ax)
+    _need(table, ("variant", "seed", metric))
+    wide = table.pivot_table(index="seed", columns="variant", values=metric)
+    names = list(variants if variants is not None else (v for v in table["variant"].unique() if v != baseline))
+    if missing := [v for v in (baseline, *names) if v not in wide]:
+        raise ValueError(f"no run of {missing[0]!r}; there are: {', '.join(map(str, wide.columns))}")
+    for y, name in enumerate(names):
+        d = 100 * (wide[name] - wide[baseline]).dropna().to_numpy()
+        if not len(d):
+            raise ValueError(f"{name} and {baseline} have no seed in common")
+        colour, _ = style_of(name)
+        ax.plot(d, np.full(len(d), y) + 0.18, "o", ms=4, mfc="none", color=colour)
+        if len(d) >= MIN_SEEDS:
+            i = t_interval(d)
+            ax.plot([i.low, i.high], [y - 0.1, y - 0.1], color=colour, lw=2)
+        ax.plot(d.mean(), y - 0.1, "D", ms=6, color=colour)
+    ax.axvline(0, color="black", lw=1)
+    ax.set_yticks(
+        range(len(names)), [f"{label_of(n)} (n = {int(wide[[n, baseline]].dropna().shape[0])})" for n in names]
+    )
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_xlabel(f"{METRICS[metric][0].replace(' (%)', '')}, difference to {label_of(baseline)} (points)")
     return ax
 
 

@@ -87,6 +87,7 @@ def draw_all(sample) -> list:
         plots.plot_eval_bars(table, by="family"),
         plots.plot_idea(),
         plots.plot_health(health()).flat[0],
+        plots.plot_differences(table[table["rl_step"] == table["rl_step"].max()], "grpo"),
     ]
 
 
@@ -260,3 +261,28 @@ def test_rows_are_aligned(sample):
 )
 def test_a_method_looks_the_same_in_every_regime(variant, method):
     assert plots.style_of(variant) == plots.style_of(method)
+
+
+def test_differences_are_paired_by_seed():
+    """Two seeds: 0.2 - 0.5 and 0.9 - 0.6 are -30 and +30 points, whatever order the rows have."""
+    rows = [("rapo", 0, 0.5), ("rapo", 1, 0.6), ("w", 1, 0.9), ("w", 0, 0.2), ("w", 2, 0.4)]
+    table = pd.DataFrame(rows, columns=["variant", "seed", "pass@1"])
+    ax = plots.plot_differences(table, "rapo")
+    dots = ax.lines[0].get_xdata()
+    assert sorted(np.round(dots, 6)) == [-30, 30] and ax.lines[1].get_xdata()[0] == pytest.approx(0)
+    assert ax.get_yticklabels()[0].get_text() == "w (n = 2)"
+    with pytest.raises(ValueError, match="no run of 'x'; there are: rapo, w"):
+        plots.plot_differences(table, "rapo", ["x"])
+    alone = pd.concat([table, pd.DataFrame([("y", 7, 0.1)], columns=table.columns)])
+    with pytest.raises(ValueError, match="y and rapo have no seed in common"):
+        plots.plot_differences(alone, "rapo", ["y"])
+
+
+def test_every_variant_of_the_study_has_a_name_and_a_look():
+    """Two variants of one experiment never look the same; a method keeps its look in every regime."""
+    from rapo_lib.study import EXPERIMENTS
+
+    for name, rows in EXPERIMENTS.items():
+        assert len({plots.label_of(v.name) for v in rows}) == len(rows), name
+    assert plots.style_of("luffy_halfway") == plots.style_of("luffy_wasteful") == plots.style_of("luffy")
+    assert plots.label_of("sft_n=12") == "SFT, 12 trajectories"
