@@ -22,7 +22,7 @@ from typing import Any
 import pandas as pd
 
 from rapo_lib.config import PROFILES, RESULTS, Profile, RunConfig, load_profile
-from rapo_lib.runs import Run, find_runs, inputs_hash, run_many, runs_folder
+from rapo_lib.runs import EXECUTOR, Run, find_runs, inputs_hash, load_config, run_many, runs_folder
 from rapo_lib.traces import file_sha256, write_text_atomic
 
 REFERENCE = RESULTS / "reference"
@@ -140,14 +140,16 @@ def work_of(config: RunConfig) -> int:
 
 
 def measured_seconds(folders: Iterable[Path]) -> pd.DataFrame:
-    """One row a finished run below some `runs` folders: method, regime, seconds and work; later folders win nothing."""
+    """One row a finished run below some `runs` folders: method, regime, seconds and work (`work_of`).
+
+    Runs that were taken up again are left out: their seconds are those of the last process alone.
+    """
     rows = []
     for path in (p for folder in folders for p in sorted(folder.rglob("done.json"))):
-        config = json.loads((path.parent / "config.json").read_text(encoding="utf-8"))
-        if not json.loads(path.read_text(encoding="utf-8")).get("resumed_at"):
-            config = RunConfig().replace(**config)
-            seconds = json.loads(path.read_text(encoding="utf-8"))["seconds"]
-            rows.append((config.method, config.regime, seconds, work_of(config)))
+        done = json.loads(path.read_text(encoding="utf-8"))
+        if not done.get("resumed_at"):
+            config = load_config(path.parent)
+            rows.append((config.method, config.regime, done["seconds"], work_of(config)))
     return pd.DataFrame(rows, columns=["method", "regime", "seconds", "work"])
 
 
@@ -202,7 +204,9 @@ def time_line(profile: Profile, jobs: int | None = None) -> str:
 # ----------------------------------------------------------------------------------------------- carry
 
 
-def carry(profile: str, source: Path, *, jobs: int = 2, say: Callable[[str], None] = print) -> dict[str, int]:
+def carry(
+    profile: str, source: Path, *, jobs: int = 2, executor: str = EXECUTOR, say: Callable[[str], None] = print
+) -> dict[str, int]:
     """Take over runs that an earlier version of the code did, after doing some of them again.
 
     A change of code makes every run stale, although most changes change no result. Of each kind of run (method,
@@ -212,12 +216,18 @@ def carry(profile: str, source: Path, *, jobs: int = 2, say: Callable[[str], Non
 
     Args:
         profile: whose results folder they go to. source: a folder that holds `runs` of the same profile.
-        jobs: training runs at once. say: gets one line a step.
+        jobs: training runs at once. executor: `module:function` of a run. say: gets one line a step.
 
     Returns:
-        Numbers of runs `there` already, done `again`, `carried`, and `changed` (of a kind whose results differ: left out).
+        Numbers of runs `there` already, done `again`, `carried`, and `changed` (of a kind whose results differ: left
+        out).
+
+    Raises:
+        ValueError: the source holds no finished run.
     """
     earlier = sorted(_earlier_runs(source), key=lambda r: (kind_of(r.config), r.config.seed))
+    if not earlier:
+        raise ValueError(f"{source}/runs holds no finished run; name a results folder such as results/reference")
     kinds: dict[tuple[Any, ...], list[tuple[str, Run]]] = {}
     for run in earlier:
         kinds.setdefault(kind_of(run.config), []).append((run.folder.parent.parent.name, run))
@@ -226,7 +236,8 @@ def carry(profile: str, source: Path, *, jobs: int = 2, say: Callable[[str], Non
     first = {kind: runs[0][1] for kind, runs in due.items()}
     again = {"check": list(dict.fromkeys(r.config for r in first.values()))}
     counts = {"there": len(there), "again": sum(c not in there for c in again["check"]), "carried": 0, "changed": 0}
-    redone = {r.config: r for r in run_many(again, profile=profile, experiment="carried", jobs=jobs, say=say)}
+    how = {"profile": profile, "experiment": "carried", "jobs": jobs, "executor": executor, "say": say}
+    redone = {r.config: r for r in run_many(again, **how)}
     for kind, runs in due.items():
         one = first[kind]
         missing = [(e, r) for e, r in runs if r.config not in there and r.config != one.config]
@@ -250,9 +261,7 @@ def kind_of(config: RunConfig) -> tuple[Any, ...]:
 
 def _earlier_runs(source: Path) -> Iterator[Run]:
     for path in sorted((source / "runs").glob("*/*/*/done.json")):
-        folder = path.parent
-        config = RunConfig().replace(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        yield Run(folder.parent.name, config, folder)
+        yield Run(path.parent.parent.name, load_config(path.parent), path.parent)
 
 
 def difference(one: Run, other: Run) -> str:
@@ -271,6 +280,9 @@ def difference(one: Run, other: Run) -> str:
 def _take_over(run: Run, folder: Path, checked: str) -> None:
     """Copy a run to its place under the present code, its configuration with all present fields."""
     done = json.loads((run.folder / "done.json").read_text(encoding="utf-8"))
+    for path in run.folder.rglob("*"):
+        if (name := path.relative_to(run.folder).as_posix()) in done["files"]:
+            run.file(name)  # nothing damaged gets a new stamp; files that were not kept may be missing
     target = folder / f"seed{run.config.seed}-{run.config.hash()}"
     partial = target.with_name(f".{target.name}.carried")
     shutil.rmtree(partial, ignore_errors=True)
