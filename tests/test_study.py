@@ -11,6 +11,7 @@ from rapo_lib import runs, study
 from rapo_lib.config import RunConfig, load_profile
 from rapo_lib.methods import METHODS
 from rapo_lib.runs import Run, find_runs, run_many
+from rapo_lib.traces import file_sha256
 
 TOY = """
     import os
@@ -171,6 +172,9 @@ def test_a_configuration_of_an_earlier_version_gets_the_fields_it_lacked(toy):
         row = json.loads(path.read_text(encoding="utf-8"))
         del row["gate_nats"]
         path.write_text(json.dumps(row), encoding="utf-8")
+        done = json.loads((path.parent / "done.json").read_text(encoding="utf-8"))
+        done["files"]["config.json"] = file_sha256(path)
+        (path.parent / "done.json").write_text(json.dumps(done), encoding="utf-8")
     toy("new")
     assert study.carry("study", source, **toy.how)["carried"] == 4
     assert len(find_runs({"x": configs}, profile="study")) == len(configs)
