@@ -50,6 +50,7 @@ LOOKING_ON = {
     "bench.py",
     "hybrids.py",
     "study.py",
+    "claims.py",
     "peek.py",
     "diversity.py",
     "faults.py",

@@ -98,6 +98,15 @@ EXPERIMENTS: dict[str, tuple[Variant, ...]] = {
 }  # fmt: skip
 
 
+#: Notebook that runs an experiment.
+MADE_BY = dict.fromkeys(("training", "positive_control", "regimes"), "05") | dict.fromkeys(
+    ("noise", "noise_halfway"), "06"
+)
+MADE_BY |= dict.fromkeys(("weak_teacher", "teachers"), "07") | {"health": "08"}
+MADE_BY |= dict.fromkeys(("components", "inversions", "ours", "parameters", "guards", "tuning"), "10")
+MADE_BY |= dict.fromkeys(("imitation", "buffer_size", "wasteful"), "11")
+
+
 def planned(profile: Profile, experiment: str) -> dict[str, list[RunConfig]]:
     """The runs of one experiment: for each variant one configuration a seed.
 
