@@ -22,7 +22,8 @@ from typing import Any
 import pandas as pd
 
 from rapo_lib.config import PROFILES, RESULTS, Profile, RunConfig, load_profile
-from rapo_lib.runs import EXECUTOR, Run, find_runs, inputs_hash, load_config, run_many, runs_folder
+from rapo_lib.pocket.files import compare_checksums
+from rapo_lib.runs import EXECUTOR, UNCHECKED, Run, find_runs, inputs_hash, load_config, run_many, runs_folder
 from rapo_lib.traces import file_sha256, write_text_atomic
 
 REFERENCE = RESULTS / "reference"
@@ -232,8 +233,9 @@ def carry(
         out).
 
     Raises:
-        ValueError: the source holds no finished run.
+        ValueError: the source holds no finished run, or a file that differs from its checksum.
     """
+    _check_manifest(source)
     earlier = sorted(_earlier_runs(source), key=lambda r: (kind_of(r.config), r.config.seed))
     if not earlier:
         raise ValueError(f"{source}/runs holds no finished run; name a results folder such as results/reference")
@@ -268,6 +270,13 @@ def kind_of(config: RunConfig) -> tuple[Any, ...]:
     return config.method, config.regime, config.buffer, *(name for name in changed if name not in apart)
 
 
+def _check_manifest(source: Path) -> None:
+    """Hold collected results against the sums in their manifest; other folders have none."""
+    if (manifest := source / "MANIFEST.json").exists():
+        sums = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        compare_checksums(source, sums, manifest.name, f"restore {source} from the repository")
+
+
 def _earlier_runs(source: Path) -> Iterator[Run]:
     for path in sorted((source / "runs").glob("*/*/*/done.json")):
         yield Run(path.parent.parent.name, load_config(path.parent), path.parent)
@@ -279,25 +288,31 @@ def difference(one: Run, other: Run) -> str:
     Columns that only the later version writes do not count.
     """
     for name in ("metrics", "evals", "final"):
-        a, b = (pd.read_parquet(run.file(f"{name}.parquet")) for run in (one, other))
+        a, b = (pd.read_parquet(_checked_file(run, f"{name}.parquet")) for run in (one, other))
         for column in (c for c in a.columns if not c.endswith("_sec")):
             if column not in b or not a[column].equals(b[column]):
                 return f"{name}, {column}"
     return ""
 
 
+def _checked_file(run: Run, name: str) -> Path:
+    """A file of a run, compared with its checksum; runs of the first version hold none in their done.json."""
+    has_sums = "files" in json.loads((run.folder / "done.json").read_text(encoding="utf-8"))
+    return run.file(name) if has_sums else run.folder / name
+
+
 def _take_over(run: Run, folder: Path, checked: str) -> None:
     """Copy a run to its place under the present code, its configuration with all present fields."""
     done = json.loads((run.folder / "done.json").read_text(encoding="utf-8"))
-    for path in run.folder.rglob("*"):
-        if (name := path.relative_to(run.folder).as_posix()) in done["files"]:
-            run.file(name)  # nothing damaged gets a new stamp; files that were not kept may be missing
+    files = [p.relative_to(run.folder).as_posix() for p in run.folder.rglob("*") if p.is_file()]
+    # Nothing damaged gets a new stamp; files that were not kept, such as adapters, may be missing.
+    sums = {name: file_sha256(_checked_file(run, name)) for name in files if name not in UNCHECKED}
     target = folder / f"seed{run.config.seed}-{run.config.hash()}"
     partial = target.with_name(f".{target.name}.carried")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(run.folder, partial)
     write_text_atomic(partial / "config.json", json.dumps(dataclasses.asdict(run.config), indent=1) + "\n")
-    done["files"]["config.json"] = file_sha256(partial / "config.json")
+    done["files"] = done.get("files", {}) | sums | {"config.json": file_sha256(partial / "config.json")}
     source = {"inputs_hash": done["inputs_hash"], "checked": checked} | done.get("carried", {})
     done |= {"config_hash": run.config.hash(), "inputs_hash": inputs_hash(run.config), "carried": source}
     write_text_atomic(partial / "done.json", json.dumps(done, indent=1) + "\n")

@@ -190,6 +190,29 @@ def test_a_damaged_run_is_not_taken_over(toy, seed):
         study.carry("study", source, **toy.how)
 
 
+def test_runs_of_the_first_version_had_no_checksums(toy):
+    source, configs = earlier_runs(toy)
+    for path in source.rglob("done.json"):
+        done = json.loads(path.read_text(encoding="utf-8"))
+        del done["files"]
+        path.write_text(json.dumps(done), encoding="utf-8")
+    toy("new")
+    assert study.carry("study", source, **toy.how)["carried"] == 4
+    for run in find_runs({"x": configs}, profile="study"):
+        assert run.file("metrics.parquet") and run.file("config.json")
+
+
+def test_collected_results_are_held_against_their_manifest(toy):
+    source, _ = earlier_runs(toy)
+    paths = [p for p in source.rglob("*") if p.is_file()]
+    sums = {p.relative_to(source).as_posix(): file_sha256(p) for p in paths}
+    (source / "MANIFEST.json").write_text(json.dumps({"files": sums}), encoding="utf-8")
+    paths[-1].write_bytes(b"damaged")
+    toy("new")
+    with pytest.raises(ValueError, match=paths[-1].name):
+        study.carry("study", source, **toy.how)
+
+
 def test_nothing_to_carry_is_said(tmp_path):
     with pytest.raises(ValueError, match="holds no finished run; name a results folder"):
         study.carry("study", tmp_path)
