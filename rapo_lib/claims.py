@@ -78,6 +78,8 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("Retrieving at high entropy beats the coin", "ours", "", "rapo_gated", "rapo", "10_ours.png"),
     Claim("The leak guard helps", "ours", "", "rapo", "rapo_no_guard", "10_guards.png"),
     Claim("RAPO beats GRPO with a spare step, too", "ours", "", "rapo_spare", "grpo_spare", "10_guards.png"),
+    Claim("RAPO beats GRPO with a quarter of the learning rate", "ours", "", "rapo", "grpo_lr=0.0005", "10_rates.png"),
+    Claim("RAPO beats GRPO with half of the learning rate", "ours", "", "rapo", "grpo_lr=0.001", "10_rates.png"),
     # how many notes
     *(Claim(f"RAPO with {n} trajectories beats GRPO", "ours", "", f"rapo_n={n}", "grpo", "11_buffer_size.png") for n in (12, 48, 240)),
     Claim("RAPO with all trajectories beats RAPO with 48", "ours", "", "rapo", "rapo_n=48", "11_buffer_size.png"),

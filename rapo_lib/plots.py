@@ -107,6 +107,9 @@ LABELS |= {"rapo_spare": "RAPO, spare step", "rapo_to_spare": "RAPO w/ TO, spare
 LABELS |= {"rapo_halfway_p=1": "RAPO p=1, half-way"}
 LABELS |= {"rapo_weak": "RAPO, weak teacher", "student": "student, untrained", "weak": "weak teacher"}
 LABELS |= {"sft_grpo": "SFT, then GRPO", "rapo_gated": "RAPO, entropy gate", "rapo_sign_aware": "RAPO, sign-aware"}
+LABELS |= {
+    f"{m}_lr={lr}": f"{LABELS[m]}, rate {lr}" for m, lr in (("grpo", "0.0005"), ("grpo", "0.001"), ("rapo", "0.001"))
+}
 LABELS |= {"rapo_no_rpo": "w/o RPO", "rapo_no_reward": "w/o RR", "rapo_no_shaping": "w/o RIS"}
 LABELS |= {"rapo_no_quality": "w/o RQ", "rapo_no_timing": "w/o RT"}
 LABELS |= {"low_h_rising": "low H, rising", "low_h_falling": "low H, falling", "high_h_rising": "high H, rising"}

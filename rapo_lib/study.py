@@ -91,6 +91,7 @@ EXPERIMENTS: dict[str, tuple[Variant, ...]] = {
                _v("grpo_spare", "grpo", extra_steps=1, long=True)),
     "tuning": tuple(_v(f"grpo_easy_lr={lr:g}_r={r}", "grpo", regime="easy", learning_rate=lr, lora_r=r, seeds=TUNING_SEEDS, long=True)
                     for r in _RANKS for lr in _RATES),
+    "rates": tuple(_v(f"{m}_lr={lr:g}", m, learning_rate=lr, long=True) for m, lr in (("grpo", 5e-4), ("grpo", 1e-3), ("rapo", 1e-3))),
     # 11: practise or copy
     "imitation": (_v("luffy"), _v("sft_grpo"))
     + tuple(_v(f"{m}_{r}", m, regime=r, long=True) for r in ("halfway", "easy") for m in ("luffy", "sft", "sft_grpo")),
@@ -104,7 +105,7 @@ MADE_BY = dict.fromkeys(("training", "positive_control", "regimes"), "05") | dic
     ("noise", "noise_halfway"), "06"
 )
 MADE_BY |= dict.fromkeys(("weak_teacher", "teachers"), "07") | {"health": "08"}
-MADE_BY |= dict.fromkeys(("components", "inversions", "ours", "parameters", "guards", "tuning"), "10")
+MADE_BY |= dict.fromkeys(("components", "inversions", "ours", "parameters", "guards", "tuning", "rates"), "10")
 MADE_BY |= dict.fromkeys(("imitation", "buffer_size", "wasteful"), "11")
 
 
