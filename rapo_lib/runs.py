@@ -49,6 +49,8 @@ LOOKING_ON = {
     "explorer.py",
     "bench.py",
     "hybrids.py",
+    "peek.py",
+    "diversity.py",
     "faults.py",
     "hostile.py",
     "__init__.py",
