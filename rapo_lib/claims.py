@@ -15,7 +15,7 @@ import pandas as pd
 
 from rapo_lib.config import Profile
 from rapo_lib.plots import label_of
-from rapo_lib.stats import MIN_SEEDS, paired_verdict, t_interval
+from rapo_lib.stats import MARGIN, MIN_SEEDS, paired_verdict, t_interval
 from rapo_lib.study import EXPERIMENTS, MADE_BY, planned
 
 COLUMNS = ["claim", "source", "the paper", "ours", "n", "verdict", "why", "figure"]
@@ -93,6 +93,14 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
+#: What a verdict says about the interval of a ratio of costs.
+COST_REASONS = {
+    "reproduced": "the interval of the ratio lies below 1",
+    "not reproduced": f"the interval of the ratio lies above {1 - MARGIN:g}",
+    "inconclusive": f"the interval of the ratio holds 1 and {1 - MARGIN:g}",
+}
+
+
 def scores(table: pd.DataFrame, x: str, y: str, column: str) -> tuple[np.ndarray, np.ndarray]:
     """Both arms' values of the seeds that both have.
 
@@ -126,7 +134,7 @@ def judge(claim: Claim, results: pd.DataFrame, costs: pd.DataFrame) -> dict[str,
             "ours": "",
             "n": 0,
             "verdict": "not run",
-            "why": f"notebook {_made_by(claim.x, claim.y)} makes it",
+            "why": f"made by notebook {_made_by(claim.x, claim.y)}",
         }
     return row | (_compare(x, y) if accuracy else _ratio(x / y))
 
@@ -142,17 +150,14 @@ def _ratio(ratio: np.ndarray) -> dict[str, object]:
     """A cost: "x needs less" is the claim that 1 is more than x / y."""
     v = paired_verdict(np.ones(len(ratio)), ratio)
     spread = "" if len(ratio) < MIN_SEEDS else f" [{t_interval(ratio).low:.2f}, {t_interval(ratio).high:.2f}]"
-    return {"ours": f"{ratio.mean():.2f}{spread} times", "n": len(ratio), "verdict": v.verdict, "why": v.reason}
+    why = COST_REASONS.get(v.verdict, v.reason)
+    return {"ours": f"{ratio.mean():.2f}{spread} times", "n": len(ratio), "verdict": v.verdict, "why": why}
 
 
 def _made_by(*variants: str) -> str:
-    notebooks = {
-        MADE_BY[experiment]
-        for variant in variants
-        for experiment, rows in EXPERIMENTS.items()
-        if variant in {v.name for v in rows} or (experiment == "noise" and variant.startswith("rapo_p="))
-    }
-    return " and ".join(sorted(notebooks))
+    """The first notebook that makes each variant."""
+    first = {v.name: MADE_BY[experiment] for experiment, rows in reversed(EXPERIMENTS.items()) for v in rows}
+    return " and ".join(sorted({first.get(v, MADE_BY["noise"]) for v in variants}))  # the noise grid is the profile's
 
 
 def judge_all(
