@@ -65,7 +65,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("At the weak teacher's coverage, the strong teacher is better", "ours", "", "rapo_strong_few", "rapo_weak", "07_teachers.png"),
     Claim("The weak teacher is better when it covers all questions", "ours", "", "rapo_patient", "rapo_weak", "07_teachers.png"),
     Claim("Two specialists' notes beat GRPO", "post, outlook", "proposed", "rapo_specialists", "grpo", "07_teachers.png"),
-    Claim("Notes of other questions alone beat GRPO", "ours", "", "rapo_other_questions", "grpo", "10_guards.png"),
+    Claim("Notes of other questions alone beat GRPO", "ours", "", "rapo_other_questions", "grpo", "10_guard.png"),
     # step or trajectory
     Claim("Step level beats trajectory level (w/ TO), one spare step", "Fig. 7; post", "w/ TO is worst", "rapo_spare", "rapo_to_spare", "07_results.png"),
     # components
@@ -74,10 +74,10 @@ CLAIMS: tuple[Claim, ...] = (
     *(Claim(f"The defaults beat {label_of(name)}", "Fig. 8", "yes", "rapo", name, "10_parameters.png") for name in ("rapo_m=0.5", "rapo_a=1", "rapo_hybrid=4", "rapo_hybrid=12")),
     *(Claim(f"The defaults beat {label_of(name)}", "ours", "", "rapo", name, "10_parameters.png") for name in ("rapo_prob=0.25", "rapo_prob=1")),
     # our own variants and choices
-    Claim("The sign-aware advantage beats Eq. 10", "ours", "", "rapo_sign_aware", "rapo", "10_ours.png"),
-    Claim("Retrieving at high entropy beats the coin", "ours", "", "rapo_gated", "rapo", "10_ours.png"),
-    Claim("The leak guard helps", "ours", "", "rapo", "rapo_no_guard", "10_guards.png"),
-    Claim("RAPO beats GRPO with a spare step, too", "ours", "", "rapo_spare", "grpo_spare", "10_guards.png"),
+    Claim("The sign-aware advantage beats Eq. 10", "ours", "", "rapo_sign_aware", "rapo", "99_test.png"),
+    Claim("Retrieving at high entropy beats the coin", "ours", "", "rapo_gated", "rapo", "10_gate.png"),
+    Claim("The leak guard helps", "ours", "", "rapo", "rapo_no_guard", "10_guard.png"),
+    Claim("RAPO beats GRPO with a spare step, too", "ours", "", "rapo_spare", "grpo_spare", "10_spare.png"),
     Claim("RAPO beats GRPO with a quarter of the learning rate", "ours", "", "rapo", "grpo_lr=0.0005", "10_rates.png"),
     Claim("RAPO beats GRPO with half of the learning rate", "ours", "", "rapo", "grpo_lr=0.001", "10_rates.png"),
     # how many notes
