@@ -50,6 +50,7 @@ LOOKING_ON = {
     "bench.py",
     "hybrids.py",
     "study.py",
+    "transfer.py",
     "peek.py",
     "diversity.py",
     "faults.py",
