@@ -145,6 +145,36 @@ def _squeezed(text: str) -> str:
     return text.replace(" ", "")
 
 
+def note_table(rollouts: Iterable[Rollout], questions: Iterable[Question], protocol: Protocol) -> pd.DataFrame:
+    """One row a retrieval, in the order of `retrieval_table`: what the policy had just done, and what the note does.
+
+    A note behind a `wrong` step repairs it: it goes on from the value that the right form would have given.
+
+    Returns:
+        `before` (the last own call in front of the note) and `note` (its last call): `right` or `wrong` for a hard
+        step of the asking question in its right or in its plausible wrong form, whatever the value; `easy` for
+        another call; `none` without a call.
+    """
+    by_id = {q.id: q for q in questions}
+    rows = []
+    for r in rollouts:
+        forms, before = _hard_forms(by_id[r.question_id]), "none"
+        for s in r.segments:
+            if s.origin == "tool" and "tool" in s.info:
+                before = _call_kind(forms, s.info["tool"], s.info["query"])
+            elif s.origin == "retrieval":
+                calls = _calls(protocol.decode(s.ids))
+                rows.append((before, _call_kind(forms, *calls[-1]) if calls else "none"))
+    return pd.DataFrame(rows, columns=["before", "note"])
+
+
+def _call_kind(forms: Sequence[tuple[str, tuple[re.Pattern[str], re.Pattern[str]]]], tool: str, query: str) -> str:
+    for i, kind in enumerate(("right", "wrong")):
+        if any(tool == t and pair[i].fullmatch(_squeezed(query)) for t, pair in forms):
+            return kind
+    return "easy"
+
+
 # ------------------------------------------------------------------------------------------------ credit
 
 

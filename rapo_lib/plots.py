@@ -646,14 +646,17 @@ def plot_grid(
     y: str,
     metric: str = "pass@1",
     *,
-    mark: tuple[Any, Any] | None = None,
+    marks: Iterable[tuple[Any, Any]] = (),
     ax: Axes | None = None,
 ) -> Axes:
     """A result over two settings as a heat map: the mean of each cell's runs, written into it.
 
     Args:
         table: one row a run with both settings and the metric. x, y: columns of the axes.
-        metric: column to draw. mark: (x, y) of a cell that gets a frame. ax: where to draw.
+        metric: column to draw. marks: (x, y) of each cell that gets a frame. ax: where to draw.
+
+    Raises:
+        KeyError: a mark that is no cell.
     """
     _need(table, (x, y, metric))
     ax = _axes(ax)
@@ -662,9 +665,9 @@ def plot_grid(
     factor = 100.0 if label.endswith("(%)") else 1.0
     mesh = sns.heatmap(factor * wide, annot=True, fmt=".0f" if factor > 1 else ".3g", cmap="viridis", ax=ax)
     mesh.collections[0].colorbar.set_label(label)
-    if mark is not None:
-        corner = (wide.columns.get_loc(mark[0]), wide.index.get_loc(mark[1]))
-        ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec=_COLOURS[1], lw=4))
+    for column, row in marks:
+        corner = (wide.columns.get_loc(column), wide.index.get_loc(row))
+        ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec="black", lw=4, clip_on=False))
     ax.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "))
     ax.set_xticklabels([f"{v:g}" for v in wide.columns])
     ax.set_yticklabels([f"{v:g}" for v in wide.index], rotation=0)

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rapo_lib.config import DATA, RunConfig
-from rapo_lib.hybrids import credit_table, retrieval_table, rollout_gradients, rollout_table
+from rapo_lib.hybrids import credit_table, note_table, retrieval_table, rollout_gradients, rollout_table
 from rapo_lib.objective import rapo_loss
 from rapo_lib.policy import add_lora
 from rapo_lib.runs import find_runs, inputs_hash, plan_runs, result_table, runs_folder
@@ -128,6 +128,23 @@ def test_a_verdict_reads_as_a_sentence():
         == "reproduced: +40 points [+30, +50], n = 5 (why)"
     )
     assert str(Verdict("no verdict", Interval(-0.1, np.nan, np.nan, 1), "few")) == "no verdict: -10 points, n = 1 (few)"
+
+
+def test_a_note_is_known_by_the_step_before_it_and_by_its_own(protocol):
+    hard = retrieval(protocol, "<think> a</think><search> code 42 hotel</search><result> Lumiro</result>", "q")
+    easy = retrieval(protocol, "<think> a</think><python> 1 + 2</python><result> 3</result>", "q")
+    own = policy_segment(0.1)
+    wrong_then_right = [own, call("search", " hotel of 42"), easy, own, call("search", "code 7 hotel"), easy]
+    rollouts = [
+        Rollout("q", (9,), [own, hard]),
+        Rollout("q", (9,), wrong_then_right),
+        Rollout("q", (9,), [own, call("browse", "code 7 hotel"), hard, retrieval(protocol, "no call", "q")]),
+    ]
+    table = note_table(rollouts, [QUESTION], protocol)
+    assert table["before"].tolist() == ["none", "wrong", "right", "easy", "easy"]
+    assert table["note"].tolist() == ["right", "easy", "easy", "right", "none"]
+    assert len(table) == len(retrieval_table(rollouts, protocol))
+    assert list(note_table([], [], protocol).columns) == ["before", "note"]
 
 
 # ------------------------------------------------------------------------------------------------ credit
