@@ -3,7 +3,7 @@
 Every notebook takes its runs from `planned`, so this table is the whole study. The regimes, grids and rates below
 were written down before their runs; notebook 10 says why each stands here. `python -m rapo_lib.study plan` shows
 what is missing and how long it will take; `carry` takes over the runs of an earlier version of the code, after doing
-one of each kind again and finding it equal.
+the first seed of each again and finding it equal.
 """
 
 # ruff: noqa: E501 (EXPERIMENTS is a table, one row a line)
@@ -226,29 +226,28 @@ def carry(
 ) -> dict[str, int]:
     """Take over runs that an earlier version of the code did, after doing some of them again.
 
-    A change of code makes every run stale, although most changes change no result. Of each kind of run (method,
-    regime, buffer, and which of the other settings differ from the default) the first seed is done again; when its
-    tables are equal to the earlier ones in every number but the clock's, the other runs of this kind are taken over.
-    Their done.json says so, with the hash of the code that made them.
+    A change of code makes every run stale, although most changes change no result. Of runs that differ in nothing but
+    their seed the first one is done again; when its tables are equal to the earlier ones in every number but the
+    clock's, the others are taken over. Their done.json says so, with the hash of the code that made them.
 
     Args:
         profile: whose results folder they go to. source: a folder that holds `runs` of the same profile.
         jobs: training runs at once. executor: `module:function` of a run. say: gets one line a step.
 
     Returns:
-        Numbers of runs `there` already, done `again`, `carried`, and `changed` (of a kind whose results differ: left
-        out).
+        Numbers of runs `there` already, done `again`, `carried`, and `changed` (left out, since the run that
+        was done again differs).
 
     Raises:
         ValueError: the source holds no finished run, or a file that differs from its checksum.
     """
     _check_manifest(source)
-    earlier = sorted(_earlier_runs(source), key=lambda r: (kind_of(r.config), r.config.seed))
+    earlier = sorted(_earlier_runs(source), key=lambda r: r.config.seed)
     if not earlier:
         raise ValueError(f"{source}/runs holds no finished run; name a results folder such as results/reference")
-    kinds: dict[tuple[Any, ...], list[tuple[str, Run]]] = {}
+    kinds: dict[RunConfig, list[tuple[str, Run]]] = {}  # by everything but the seed
     for run in earlier:
-        kinds.setdefault(kind_of(run.config), []).append((run.folder.parent.parent.name, run))
+        kinds.setdefault(run.config.replace(seed=0), []).append((run.folder.parent.parent.name, run))
     there = {r.config for r in find_runs({"x": list({r.config for r in earlier})}, profile=profile)}
     due = {kind: runs for kind, runs in kinds.items() if any(r.config not in there for _, r in runs)}
     first = {kind: runs[0][1] for kind, runs in due.items()}
@@ -261,20 +260,12 @@ def carry(
         missing = [(e, r) for e, r in runs if r.config not in there and r.config != one.config]
         if fault := difference(one, redone[one.config]):
             counts["changed"] += len(missing)
-            say(f"{one.label} differs from the earlier run ({fault}): {len(missing)} runs of its kind are left out")
+            say(f"{one.label} differs from the earlier run ({fault}): {len(missing)} others are left out")
             continue
         for experiment, run in missing:
             _take_over(run, runs_folder(profile) / experiment / run.variant, checked=one.label)
         counts["carried"] += len(missing)
     return counts
-
-
-def kind_of(config: RunConfig) -> tuple[Any, ...]:
-    """What one repeated run speaks for: method, regime and buffer, and which other settings differ from the default."""
-    default = RunConfig()
-    changed = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(default, f.name)]
-    apart = ("method", "regime", "buffer", "seed")
-    return config.method, config.regime, config.buffer, *(name for name in changed if name not in apart)
 
 
 def _check_manifest(source: Path) -> None:

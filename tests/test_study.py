@@ -163,7 +163,7 @@ def test_a_kind_whose_results_changed_is_left_out(toy, monkeypatch):
     said = []
     counts = study.carry("study", source, **(toy.how | {"say": said.append}))
     assert counts == {"there": 0, "again": 3, "carried": 2, "changed": 2}
-    assert "rapo seed 0 differs from the earlier run (metrics, reward): 1 runs of its kind are left out" in said
+    assert "rapo seed 0 differs from the earlier run (metrics, reward): 1 others are left out" in said
     carried = [r.config for r in find_runs({"x": configs}, profile="study") if "carried" in r.done]
     assert {c.method for c in carried} == {"grpo"}
 
