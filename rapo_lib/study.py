@@ -95,7 +95,9 @@ EXPERIMENTS: dict[str, tuple[Variant, ...]] = {
     # 11: practise or copy
     "imitation": (_v("luffy"), _v("sft_grpo"))
     + tuple(_v(f"{m}_{r}", m, regime=r, long=True) for r in ("halfway", "easy") for m in ("luffy", "sft", "sft_grpo")),
-    "buffer_size": tuple(_v(f"{m}_n={n}", m, n_trajectories=n, long=n != 12) for n in (12, 48, 240) for m in ("rapo", "sft")),
+    # SFT gets as many optimiser steps as with all trajectories (about 202, 16 trajectories each), whatever their number
+    "buffer_size": tuple(_v(f"rapo_n={n}", "rapo", n_trajectories=n, long=n != 12) for n in (12, 48, 240))
+    + tuple(_v(f"sft_n={n}", "sft", n_trajectories=n, sft_epochs=epochs, long=n != 12) for n, epochs in ((12, 202.0), (48, 67.4), (240, 13.5))),
     "wasteful": tuple(_v(f"{m}_wasteful", m, buffer="wasteful", long=m != "sft") for m in ("sft", "rapo", "luffy", "sft_grpo")),
 }  # fmt: skip
 
@@ -103,7 +105,7 @@ EXPERIMENTS: dict[str, tuple[Variant, ...]] = {
 #: Rows that are defined and not run yet: no profile runs them, and the claims about them say so.
 LATER = frozenset(
     ("rapo_m=0.5", "rapo_a=1", "rapo_hybrid=4", "rapo_hybrid=12", "rapo_prob=0.25", "rapo_prob=1", "rapo_lr=0.001")
-    + ("sft_grpo_halfway", "sft_grpo_easy", "sft_grpo_wasteful")
+    + ("sft_grpo_halfway", "sft_grpo_easy", "sft_grpo_wasteful", "luffy_wasteful", "rapo_n=240", "sft_n=240")
 )
 
 #: Notebook that runs an experiment.
