@@ -1,13 +1,14 @@
 """Tables of what happens around retrievals: who did the hard steps, what was copied, how entropy moved.
 
-Notebooks 06, 07 and 10 use this module. It only looks at rollouts; nothing here acts on a run.
+Notebooks 06, 07, 09 and 10 use this module. It only looks at rollouts; nothing here acts on a run.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -109,6 +110,48 @@ def retrieval_table(rollouts: Iterable[Rollout], protocol: Protocol) -> pd.DataF
             rows.append(row | {"success": bool((r.reward or 0) >= 1)})
     columns = ["question_id", "place", "same_question", "noisy", "score", "n_steps"]
     return pd.DataFrame(rows, columns=[*columns, "h_before", "h_after", "goes_on_from", "success"])
+
+
+def with_holes(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """On-policy rollouts without the own steps in whose place a hybrid rollout of the same question retrieved.
+
+    A retrieved step leaves a hole in what the policy wrote, and texts with holes in different places differ by the
+    holes alone. With equal holes on both sides the rest can be compared (notebook 09, Fig. 4).
+
+    Args:
+        rollouts: of any questions. By place in the group, the k-th on-policy rollout of a question gets the holes of
+            its k-th hybrid one.
+
+    Returns:
+        The rollouts in their order. Hybrid ones are left as they are, and so are on-policy ones without a partner, or
+        which ended before the place of the hole.
+    """
+    rollouts = list(rollouts)
+    kinds: dict[tuple[str, bool], list[Rollout]] = {}
+    for r in sorted(rollouts, key=lambda r: r.place):
+        kinds.setdefault((r.question_id, r.hybrid), []).append(r)
+    holes: dict[tuple[str, int], set[int]] = {}
+    for (question_id, hybrid), alone in kinds.items():
+        if not hybrid:
+            partners = kinds.get((question_id, True), [])
+            for one, other in zip(alone, partners, strict=False):  # groups need not be halved evenly
+                holes[question_id, one.place] = set(_retrieved_places(other))
+    return [_without(r, set() if r.hybrid else holes.get((r.question_id, r.place), set())) for r in rollouts]
+
+
+def _retrieved_places(rollout: Rollout) -> Iterator[int]:
+    """Which steps of the budget were retrieved, from 0; a trajectory takes as many as it holds."""
+    place = 0
+    for step in rollout.steps:
+        retrieved = step.kind == "retrieved"
+        n = step.segments[0].info["n_steps"] if retrieved else 1
+        yield from range(place, place + n) if retrieved else ()
+        place += n
+
+
+def _without(rollout: Rollout, holes: set[int]) -> Rollout:
+    kept = [s for i, step in enumerate(rollout.steps) if i not in holes for s in step.segments]
+    return dataclasses.replace(rollout, segments=kept)
 
 
 def _goes_on_from(rollout: Rollout, i: int, protocol: Protocol) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rapo_lib.config import DATA, RunConfig
-from rapo_lib.hybrids import credit_table, note_table, retrieval_table, rollout_gradients, rollout_table
+from rapo_lib.hybrids import credit_table, note_table, retrieval_table, rollout_gradients, rollout_table, with_holes
 from rapo_lib.objective import rapo_loss
 from rapo_lib.policy import add_lora
 from rapo_lib.runs import find_runs, inputs_hash, plan_runs, result_table, runs_folder
@@ -63,6 +63,33 @@ def test_own_hard_steps_are_told_from_copies(protocol):
     wrong_form = Rollout("q", (9,), [policy_segment(0.1), call("search", "hotel of 42")], reward=0.0)
     (row,) = rollout_table([wrong_form], [QUESTION], protocol).to_dict("records")
     assert (row["own_hard"], row["own_wrong"]) == (0, 1)
+
+
+def test_on_policy_rollouts_get_the_holes_of_their_partners(protocol):
+    def step(k):
+        return [Segment("policy", (10 + k,), (-0.1,), (0.1,)), call("python", str(k))]
+
+    def rollout(place, *parts, hybrid=False, question="q"):
+        return Rollout(question, (9,), [s for p in parts for s in p], place, hybrid, reward=1.0)
+
+    note, two = [retrieval(protocol, "x", "q")], [retrieval(protocol, "x", "q")]
+    two[0].info["n_steps"] = 2
+    alone = [rollout(k, *(step(i) for i in range(4))) for k in range(3)]
+    short, other = rollout(3, step(0)), rollout(0, step(0), step(1), question="other")
+    hybrid = [
+        rollout(4, step(0), note, step(2), note, hybrid=True),  # holes 1 and 3
+        rollout(5, step(0), two, step(3), hybrid=True),  # holes 1 and 2
+        rollout(6, step(0), step(1), hybrid=True),
+        rollout(7, step(0), note, hybrid=True),  # its partner has no step there
+    ]
+    given = [*hybrid, other, *alone[::-1], short]  # the order of the list does not count, the place does
+    found = with_holes(given)
+    assert [(r.question_id, r.place) for r in found] == [(r.question_id, r.place) for r in given]
+    own = {(r.question_id, r.place): [s.ids[0] for s in r.segments if s.origin == "policy"] for r in found}
+    assert own["q", 0] == [10, 12] and own["q", 1] == [10, 13] and own["q", 2] == [10, 11, 12, 13]
+    assert own["q", 3] == [10] and own["other", 0] == [10, 11]
+    assert found[:4] == hybrid and [len(r.tool_calls) for r in alone] == [4, 4, 4]
+    assert sum(s.origin == "tool" for s in found[-2].segments) == 2  # the observation goes with its step
 
 
 def test_whose_value_the_next_step_names(protocol):
