@@ -1,7 +1,7 @@
-"""Finished policies before other questions than their own, and with spare steps.
+"""Finished policies before other questions than their own, and with spare steps; and notes that come too late.
 
 Notebook 11 uses this module: imitation should mislead where the exam differs from what the teacher showed. It only
-looks at runs; nothing here acts on one.
+looks at runs and rollouts; nothing here acts on one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import pandas as pd
 from rapo_lib.config import RunConfig
 from rapo_lib.evaluate import evaluate
 from rapo_lib.execution import EVALUATION_SEED
-from rapo_lib.pocket.world import SKILLS
+from rapo_lib.pocket.world import OPERATORS, SKILLS
 from rapo_lib.policy import Policy, load_adapter, load_policy
 from rapo_lib.rollout import SamplingLimits
 from rapo_lib.runs import Run
-from rapo_lib.tasks import load_pocket_questions
+from rapo_lib.tasks import Question, load_pocket_questions
 from rapo_lib.tools import make_pocket_toolbox
+from rapo_lib.traces import Protocol, Rollout, parse_step
 
 #: Completion ids that a spare step may take: a step of the pocket world has about 20 with its result.
 IDS_PER_SPARE_STEP = 32
@@ -137,3 +138,44 @@ def transfer_table(
 def _who(run: Run, regime: str, extra_steps: int) -> dict[str, Any]:
     row = {"variant": run.variant, "method": run.config.method, "seed": run.config.seed}
     return row | {"trained_on": run.config.regime, "tested_on": regime, "extra_steps": extra_steps}
+
+
+def note_lags(rollouts: Iterable[Rollout], questions: Iterable[Question], protocol: Protocol) -> pd.DataFrame:
+    """One row a retrieved step of pocket questions: whether it is the step that is due, or one that lies behind.
+
+    A rollout whose budget is its chain can only succeed when each of its steps, own or retrieved, takes the chain on.
+
+    Args:
+        rollouts: with single retrieved steps. questions: theirs. protocol: of the policy that sampled them.
+
+    Returns:
+        question_id, place, steps_before (own and retrieved ones), and lag: these minus the place of the note's step in
+        the question's chain, so that 0 is the step that is due; NaN when the note is no step of this question's chain.
+    """
+    by_id = {q.id: q for q in questions}
+    rows = []
+    for r in rollouts:
+        calls = _chain_calls(by_id[r.question_id])
+        for before, step in enumerate(r.steps):
+            if step.kind == "retrieved":
+                call = _note_call(protocol.decode(step.ids))
+                lag = before - calls.index(call) if call in calls else math.nan
+                rows.append({"question_id": r.question_id, "place": r.place, "steps_before": before, "lag": lag})
+    return pd.DataFrame(rows, columns=["question_id", "place", "steps_before", "lag"])
+
+
+def _chain_calls(question: Question) -> list[tuple[str, str]]:
+    """(tool, query without spaces) of each step of a pocket question, in its right form on the right value."""
+    i = question.info
+    steps = zip(i["skills"], i["words"], i["chain"], i["operands"], strict=False)  # the chain ends with the answer
+    out = []
+    for name, word, value, operand in steps:
+        form = SKILLS[name].right.format(w=word, x=value, n=operand, o=OPERATORS.get(word, ""))
+        out.append((SKILLS[name].tool, form.replace(" ", "")))
+    return out
+
+
+def _note_call(text: str) -> tuple[str, str] | None:
+    """The call of a retrieved step; None when it has none, such as an answer."""
+    action = parse_step(text.removeprefix("<retrieve>").partition("<result>")[0].strip()).action
+    return (action[0], action[1].replace(" ", "")) if action else None

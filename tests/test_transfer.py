@@ -1,4 +1,4 @@
-"""Exams of finished policies: hand-counted rows, and a real run that answers again as it did."""
+"""Exams of finished policies: hand-counted rows, and a real run that answers again as it did; and lags of notes."""
 
 import doctest
 import json
@@ -9,10 +9,13 @@ import pytest
 
 import rapo_lib.transfer as transfer
 from rapo_lib.config import load_profile
+from rapo_lib.pocket.files import POCKET
 from rapo_lib.pocket.world import SKILLS
-from rapo_lib.policy import load_adapter, load_policy
+from rapo_lib.policy import load_adapter, load_policy, load_tokenizer
 from rapo_lib.runs import Run, finish_run, inputs_hash
-from rapo_lib.transfer import exam_row, own_exams, spare_limits, take_exam, transfer_table, with_adapter
+from rapo_lib.tasks import Question
+from rapo_lib.traces import Protocol, Rollout, Segment
+from rapo_lib.transfer import exam_row, note_lags, own_exams, spare_limits, take_exam, transfer_table, with_adapter
 
 
 def test_examples_in_docstrings():
@@ -94,3 +97,32 @@ def test_runs_without_a_loadable_adapter_are_left_out(trained, tmp_path):
         (run.folder / "done.json").write_text(json.dumps(row), encoding="utf-8")
     (taken_over.folder / "adapter").mkdir()
     assert with_adapter([taken_over, bare, Run("sft", trained.config, tmp_path / "nowhere")]) == []
+
+
+def test_a_note_lags_by_the_steps_that_were_spent_beyond_its_place_in_the_chain():
+    """The chain of `the first of the ship of the feet of 42`: convert, find, follow."""
+    info = {"skills": ["convert", "find", "follow"], "words": ["feet", "ship", "first"], "operands": [None] * 3}
+    question = Question("q", "", "Tolano", info=info | {"chain": ["42", "61", "Hukuti", "Tolano"]})
+    protocol = Protocol(load_tokenizer(POCKET / "tokenizer"))
+
+    def own(text):
+        ids = protocol.encode(text)
+        return Segment("policy", ids, (0.0,) * len(ids), (0.0,) * len(ids))
+
+    def note(text):
+        return Segment("retrieval", protocol.retrieval_ids(text))
+
+    result = Segment("tool", protocol.observation_ids("61"))
+    convert = "<think> need feet of 42</think><python> convert(42, feet)</python><result> 61</result>"
+    find = "<think> need ship of 61</think><search> code 61 ship</search><result> Hukuti</result>"
+    foreign = "<think> need ship of 99</think><search> code 99 ship</search><result> Hukuti</result>"
+    segments = [own("<python> 42 * feet</python>"), result, note(find), own("<browse> x</browse>"), result]
+    segments += [note(convert), note(foreign), note("<think> done</think><answer> \\boxed{ Tolano}</answer>")]
+    table = note_lags([Rollout("q", (), segments, place=7), Rollout("q", (), segments[:2])], [question], protocol)
+    assert table["steps_before"].tolist() == [1, 3, 4, 5] and set(table["place"]) == {7}
+    # find stands at place 1 of the chain and comes after one step; convert stands at 0 and comes after three
+    assert table["lag"].tolist()[:2] == [0, 3] and table["lag"].isna().tolist() == [False, False, True, True]
+
+
+def test_rollouts_without_a_note_give_an_empty_table_with_its_columns():
+    assert note_lags([], [], None).columns.tolist() == ["question_id", "place", "steps_before", "lag"]
