@@ -230,15 +230,16 @@ def carry(
 
     A change of code makes every run stale, although most changes change no result. Of runs that differ in nothing but
     their seed the first one is done again; when its tables are equal to the earlier ones in every number but the
-    clock's, the others are taken over. Their done.json says so, with the hash of the code that made them.
+    clock's, the others are taken over. Their done.json says so, with the hash of the code that made them. Runs of the
+    present code are copied as they are.
 
     Args:
         profile: whose results folder they go to. source: a folder that holds `runs` of the same profile.
         jobs: training runs at once. executor: `module:function` of a run. say: gets one line a step.
 
     Returns:
-        Numbers of runs `there` already, done `again`, `carried`, and `changed` (left out, since the run that
-        was done again differs).
+        Numbers of runs `there` already, of the `same` code, done `again`, `carried`, and `changed` (left out, since
+        the run that was done again differs).
 
     Raises:
         ValueError: the source holds no finished run, or a file that differs from its checksum.
@@ -251,10 +252,15 @@ def carry(
     for run in earlier:
         kinds.setdefault(run.config.replace(seed=0), []).append((run.folder.parent.parent.name, run))
     there = {r.config for r in find_runs({"x": list({r.config for r in earlier})}, profile=profile)}
+    same = [r for r in earlier if r.done and r.config not in there]
+    for run in same:
+        _copy_checked(run, runs_folder(profile) / run.folder.parent.parent.name / run.variant / run.folder.name)
+    counts = {"there": len(there), "same": len(same)}
+    there |= {r.config for r in same}
     due = {kind: runs for kind, runs in kinds.items() if any(r.config not in there for _, r in runs)}
     first = {kind: runs[0][1] for kind, runs in due.items()}
     again = {"check": list(dict.fromkeys(r.config for r in first.values()))}
-    counts = {"there": len(there), "again": sum(c not in there for c in again["check"]), "carried": 0, "changed": 0}
+    counts |= {"again": sum(c not in there for c in again["check"]), "carried": 0, "changed": 0}
     how = {"profile": profile, "experiment": "carried", "jobs": jobs, "executor": executor, "say": say}
     redone = {r.config: r for r in run_many(again, **how)}
     for kind, runs in due.items():
@@ -301,16 +307,24 @@ def _checked_file(run: Run, name: str) -> Path:
     return run.file(name) if has_sums else run.folder / name
 
 
+def _copy_checked(run: Run, target: Path) -> dict[str, str]:
+    """Copy a run's folder after comparing its files with their checksums, and return the sums.
+
+    Nothing damaged is copied; files that were not kept, such as adapters, may be missing.
+    """
+    files = [p.relative_to(run.folder).as_posix() for p in run.folder.rglob("*") if p.is_file()]
+    sums = {name: file_sha256(_checked_file(run, name)) for name in files if name not in UNCHECKED}
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(run.folder, target)
+    return sums
+
+
 def _take_over(run: Run, folder: Path, checked: str) -> None:
     """Copy a run to its place under the present code, its configuration with all present fields."""
     done = json.loads((run.folder / "done.json").read_text(encoding="utf-8"))
-    files = [p.relative_to(run.folder).as_posix() for p in run.folder.rglob("*") if p.is_file()]
-    # Nothing damaged gets a new stamp; files that were not kept, such as adapters, may be missing.
-    sums = {name: file_sha256(_checked_file(run, name)) for name in files if name not in UNCHECKED}
     target = folder / f"seed{run.config.seed}-{run.config.hash()}"
     partial = target.with_name(f".{target.name}.carried")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(run.folder, partial)
+    sums = _copy_checked(run, partial)
     write_text_atomic(partial / "config.json", json.dumps(dataclasses.asdict(run.config), indent=1) + "\n")
     done["files"] = done.get("files", {}) | sums | {"config.json": file_sha256(partial / "config.json")}
     source = {"inputs_hash": done["inputs_hash"], "checked": checked} | done.get("carried", {})

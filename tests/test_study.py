@@ -137,7 +137,7 @@ def earlier_runs(toy):
 def test_runs_of_an_earlier_version_are_taken_over_after_one_of_each_kind_was_equal(toy):
     source, configs = earlier_runs(toy)
     toy("new")
-    assert study.carry("study", source, **toy.how) == {"there": 0, "again": 3, "carried": 4, "changed": 0}
+    assert study.carry("study", source, **toy.how) == {"there": 0, "same": 0, "again": 3, "carried": 4, "changed": 0}
     assert toy.done() == ["grpo 0.0 0", "rapo 0.0 0", "rapo 0.5 0"]
     found = find_runs({"x": configs}, profile="study")
     assert [r.config for r in found] == configs
@@ -162,7 +162,7 @@ def test_a_kind_whose_results_changed_is_left_out(toy, monkeypatch):
     monkeypatch.setenv("TOY_SHIFT", "0.25")
     said = []
     counts = study.carry("study", source, **(toy.how | {"say": said.append}))
-    assert counts == {"there": 0, "again": 3, "carried": 2, "changed": 2}
+    assert counts == {"there": 0, "same": 0, "again": 3, "carried": 2, "changed": 2}
     assert "rapo seed 0 differs from the earlier run (metrics, reward): 1 others are left out" in said
     carried = [r.config for r in find_runs({"x": configs}, profile="study") if "carried" in r.done]
     assert {c.method for c in carried} == {"grpo"}
@@ -213,6 +213,17 @@ def test_collected_results_are_held_against_their_manifest(toy):
     toy("new")
     with pytest.raises(ValueError, match=paths[-1].name):
         study.carry("study", source, **toy.how)
+
+
+def test_runs_of_the_present_code_are_copied_as_they_are(toy, tmp_path):
+    source, configs = earlier_runs(toy)
+    kept = tmp_path / "kept"
+    source.rename(kept)
+    toy("old")  # the same code, and an empty results folder
+    counts = study.carry("study", kept, **toy.how)
+    assert counts == {"there": 0, "same": 7, "again": 0, "carried": 0, "changed": 0} and toy.done() == []
+    found = find_runs({"x": configs}, profile="study")
+    assert [r.config for r in found] == configs and not any("carried" in r.done for r in found)
 
 
 def test_nothing_to_carry_is_said(tmp_path):
