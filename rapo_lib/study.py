@@ -27,6 +27,8 @@ from rapo_lib.runs import EXECUTOR, UNCHECKED, Run, find_runs, inputs_hash, load
 from rapo_lib.traces import file_sha256, write_text_atomic
 
 REFERENCE = RESULTS / "reference"
+#: Where `carry` does runs again, before they are moved beside the others of their variant.
+CHECKS = "checks"
 
 
 @dataclass(frozen=True)
@@ -261,12 +263,13 @@ def carry(
     first = {kind: runs[0][1] for kind, runs in due.items()}
     again = {"check": list(dict.fromkeys(r.config for r in first.values()))}
     counts |= {"again": sum(c not in there for c in again["check"]), "carried": 0, "changed": 0}
-    how = {"profile": profile, "experiment": "carried", "jobs": jobs, "executor": executor, "say": say}
+    how = {"profile": profile, "experiment": CHECKS, "jobs": jobs, "executor": executor, "say": say}
     redone = {r.config: r for r in run_many(again, **how)}
     for kind, runs in due.items():
         one = first[kind]
+        _move(redone[one.config], runs_folder(profile) / runs[0][0] / one.variant)
         missing = [(e, r) for e, r in runs if r.config not in there and r.config != one.config]
-        if fault := difference(one, redone[one.config]):
+        if fault := difference(one, _find_run(one, profile)):
             counts["changed"] += len(missing)
             say(f"{one.label} differs from the earlier run ({fault}): {len(missing)} others are left out")
             continue
@@ -274,6 +277,18 @@ def carry(
             _take_over(run, runs_folder(profile) / experiment / run.variant, checked=one.label)
         counts["carried"] += len(missing)
     return counts
+
+
+def _find_run(run: Run, profile: str) -> Run:
+    (found,) = find_runs({run.variant: [run.config]}, profile=profile)
+    return found
+
+
+def _move(run: Run, folder: Path) -> None:
+    """Put a run that was done again beside the others of its variant."""
+    if run.folder.parent != folder and run.folder.parent.parent.name == CHECKS:
+        folder.mkdir(parents=True, exist_ok=True)
+        run.folder.rename(folder / run.folder.name)
 
 
 def _check_manifest(source: Path) -> None:
