@@ -1,6 +1,6 @@
 """Tables of what happens around retrievals: who did the hard steps, what was copied, how entropy moved.
 
-Notebooks 06, 07 and 09 use this module. It only looks at rollouts; nothing here acts on a run.
+Notebooks 06, 07, 09 and 10 use this module. It only looks at rollouts; nothing here acts on a run.
 """
 
 from __future__ import annotations
@@ -8,17 +8,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import pandas as pd
+import torch
 
 from rapo_lib.config import RunConfig
+from rapo_lib.methods import get_method
+from rapo_lib.objective import group_normalise, rollout_retrieval_reward, shaping_factor
 from rapo_lib.pocket.world import SKILLS
 from rapo_lib.policy import Policy
 from rapo_lib.rewards import pocket_reward
 from rapo_lib.rollout import RolloutRequest, SamplingLimits, coin, sample_rollouts
 from rapo_lib.tasks import Question
 from rapo_lib.traces import ACTIONS, Protocol, Rollout
+from rapo_lib.trainer import score_tokens
 
 _ACTION = re.compile(rf"<(?P<tool>{'|'.join(ACTIONS)})>(?P<query>.*?)</(?P=tool)>", re.DOTALL)
 
@@ -181,3 +186,98 @@ def _pattern(form: str, word: str) -> re.Pattern[str]:
 
 def _squeezed(text: str) -> str:
     return text.replace(" ", "")
+
+
+def note_table(rollouts: Iterable[Rollout], questions: Iterable[Question], protocol: Protocol) -> pd.DataFrame:
+    """One row a retrieval, in the order of `retrieval_table`: what the policy had just done, and what the note does.
+
+    A note behind a `wrong` step repairs it: it goes on from the value that the right form would have given.
+
+    Returns:
+        `before` (the last own call in front of the note) and `note` (its last call): `right` or `wrong` for a hard
+        step of the asking question in its right or in its plausible wrong form, whatever the value; `easy` for
+        another call; `none` without a call.
+    """
+    by_id = {q.id: q for q in questions}
+    rows = []
+    for r in rollouts:
+        forms, before = _hard_forms(by_id[r.question_id]), "none"
+        for s in r.segments:
+            if s.origin == "tool" and "tool" in s.info:
+                before = _call_kind(forms, s.info["tool"], s.info["query"])
+            elif s.origin == "retrieval":
+                calls = _calls(protocol.decode(s.ids))
+                rows.append((before, _call_kind(forms, *calls[-1]) if calls else "none"))
+    return pd.DataFrame(rows, columns=["before", "note"])
+
+
+def _call_kind(forms: Sequence[tuple[str, tuple[re.Pattern[str], re.Pattern[str]]]], tool: str, query: str) -> str:
+    for i, kind in enumerate(("right", "wrong")):
+        if any(tool == t and pair[i].fullmatch(_squeezed(query)) for t, pair in forms):
+            return kind
+    return "easy"
+
+
+# ------------------------------------------------------------------------------------------------ credit
+
+
+def credit_table(rows: Iterable[Mapping[str, Any]], config: RunConfig) -> pd.DataFrame:
+    """One row a stored rollout: what the objective of a method makes of it.
+
+    Equation: `A = (1 + a A_ret) A_acc` and `s = 1 + m F_ret` (arXiv 2603.03078, Eq. 8 to 10), with the retrieval
+    reward, the advantage and the weights of the configuration's method.
+
+    Args:
+        rows: as `Run.rollouts` returns them, with `rl_step` and `rollout`, whole groups and scored.
+        config: names the method, a and m; any method can be asked about the rollouts of any other.
+
+    Returns:
+        In the order given: rl_step, question_id, place, hybrid, retrievals, reward, z_ret (nats), a_acc, a_ret,
+        advantage, shaping.
+
+    Edge cases:
+        The same question in another RL step is another group.
+    """
+    rows, method = list(rows), get_method(config.method)
+    rollouts = [row["rollout"] for row in rows]
+    groups = [(row["rl_step"], row["rollout"].question_id) for row in rows]
+    z_ret = [rollout_retrieval_reward(r, method.retrieval_reward) for r in rollouts]
+    rewards = [math.nan if r.reward is None else r.reward for r in rollouts]
+    a_acc, a_ret = (group_normalise(torch.tensor(x, dtype=torch.float64), groups) for x in (rewards, z_ret))
+    frac = torch.tensor([r.retrieved_frac for r in rollouts], dtype=torch.float64)
+    columns = {"rl_step": [step for step, _ in groups]}
+    columns |= {name: [getattr(r, name) for r in rollouts] for name in ("question_id", "place", "hybrid")}
+    columns |= {"retrievals": [len(r.retrievals) for r in rollouts], "reward": rewards, "z_ret": z_ret}
+    columns |= {"a_acc": a_acc, "a_ret": a_ret}
+    columns |= {"advantage": method.advantage(a_acc, a_ret, method.advantage_weight(config))}
+    return pd.DataFrame(columns | {"shaping": shaping_factor(frac, method.shaping_weight(config))})
+
+
+def rollout_gradients(policy: Policy, rollouts: Sequence[Rollout], temperature: float = 1.0) -> torch.Tensor:
+    """Gradient of each rollout's mean log-probability, so that any weighting of the rollouts is one product.
+
+    Equation: `g_i = grad mean_t logp_it` over the policy's own tokens. Before the first update of an RL step, where
+    the importance ratio is 1 and nothing is clipped, the gradient of Eq. 11 is `mean_i s_i A_i g_i` (beta = 0).
+
+    Args:
+        policy: with a trainable adapter. rollouts: B rollouts, of any policy with the same ids.
+        temperature: of the sampler.
+
+    Returns:
+        (B, P) with P trainable numbers; zeros for a rollout without own tokens.
+
+    Raises:
+        ValueError: nothing of the policy is trainable.
+    """
+    weights = [p for p in policy.model.parameters() if p.requires_grad]
+    if not weights:
+        raise ValueError("no parameter of the policy is trainable; load the adapter with trainable=True")
+    out = torch.zeros(len(rollouts), sum(p.numel() for p in weights))  # (B, P)
+    for i, r in enumerate(rollouts):
+        ids = torch.tensor([[*r.prompt_ids, *r.completion_ids]], device=policy.device)
+        mask = torch.tensor([r.policy_mask], device=policy.device)
+        if mask.any():
+            logps, _ = score_tokens(policy.model, ids, torch.ones_like(ids), mask, temperature=temperature)
+            grads = torch.autograd.grad(logps.sum() / mask.sum(), weights)
+            out[i] = torch.cat([g.flatten() for g in grads])
+    return out

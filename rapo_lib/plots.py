@@ -21,7 +21,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.ticker import PercentFormatter
 
 from rapo_lib.guard import KEYS, METRIC_OF, Alarm, find_alarms
@@ -107,6 +107,9 @@ LABELS |= {"rapo_spare": "RAPO, spare step", "rapo_to_spare": "RAPO w/ TO, spare
 LABELS |= {"rapo_halfway_p=1": "RAPO p=1, half-way"}
 LABELS |= {"rapo_weak": "RAPO, weak teacher", "student": "student, untrained", "weak": "weak teacher"}
 LABELS |= {"sft_grpo": "SFT, then GRPO", "rapo_gated": "RAPO, entropy gate", "rapo_sign_aware": "RAPO, sign-aware"}
+LABELS |= {
+    f"{m}_lr={lr}": f"{LABELS[m]}, rate {lr}" for m, lr in (("grpo", "0.0005"), ("grpo", "0.001"), ("rapo", "0.001"))
+}
 LABELS |= {"rapo_no_rpo": "w/o RPO", "rapo_no_reward": "w/o RR", "rapo_no_shaping": "w/o RIS"}
 LABELS |= {"rapo_no_quality": "w/o RQ", "rapo_no_timing": "w/o RT"}
 LABELS |= {"low_h_rising": "low H, rising", "low_h_falling": "low H, falling", "high_h_rising": "high H, rising"}
@@ -635,3 +638,81 @@ def _idea_arrow(
 ) -> None:
     line = {"arrowstyle": "-|>", "mutation_scale": head, "lw": 1.8, "shrinkA": 0, "shrinkB": 0}
     ax.add_patch(FancyArrowPatch(start, end, color=color, linestyle=style, **line))
+
+
+# -------------------------------------------------------------------------------------- settings of a run
+
+
+def plot_grid(
+    table: pd.DataFrame,
+    x: str,
+    y: str,
+    metric: str = "pass@1",
+    *,
+    marks: Iterable[tuple[Any, Any]] = (),
+    ax: Axes | None = None,
+) -> Axes:
+    """A result over two settings as a heat map: the mean of each cell's runs, written into it.
+
+    Args:
+        table: one row a run with both settings and the metric. x, y: columns of the axes.
+        metric: column to draw. marks: (x, y) of each cell that gets a frame. ax: where to draw.
+
+    Raises:
+        KeyError: a mark that is no cell.
+    """
+    _need(table, (x, y, metric))
+    ax = _axes(ax)
+    wide = table.pivot_table(index=y, columns=x, values=metric, aggfunc="mean")
+    label = METRICS.get(metric, (metric, ""))[0]
+    factor = 100.0 if label.endswith("(%)") else 1.0
+    mesh = sns.heatmap(factor * wide, annot=True, fmt=".0f" if factor > 1 else ".3g", cmap="viridis", ax=ax)
+    mesh.collections[0].colorbar.set_label(label)
+    for column, row in marks:
+        corner = (wide.columns.get_loc(column), wide.index.get_loc(row))
+        ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec="black", lw=4, clip_on=False))
+    ax.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "))
+    ax.set_xticklabels([f"{v:g}" for v in wide.columns])
+    ax.set_yticklabels([f"{v:g}" for v in wide.index], rotation=0)
+    return ax
+
+
+def plot_setting(
+    table: pd.DataFrame,
+    setting: str,
+    default: float,
+    metric: str = "pass@1",
+    *,
+    variant: str = "rapo",
+    ax: Axes | None = None,
+) -> Axes:
+    """A result over the values of one setting: dots are seeds, diamonds means, lines 95 % t intervals.
+
+    Args:
+        table: one row a run with the setting, seed and the metric. setting: column of the horizontal axis; its values
+            stand at equal distances. default: value that the other experiments have; it gets a grey ground.
+        metric: column to draw. variant: whose colour. ax: where to draw.
+
+    Raises:
+        ValueError: no run with the default value.
+    """
+    _need(table, (setting, "seed", metric))
+    ax = _axes(ax)
+    values = sorted(table[setting].unique())
+    if default not in values:
+        raise ValueError(f"no run with {setting} = {default}; there are: {', '.join(map(str, values))}")
+    colour, _ = style_of(variant)
+    ax.axvspan(values.index(default) - 0.4, values.index(default) + 0.4, color="#DDDDDD", lw=0)
+    for place, value in enumerate(values):
+        y = table.loc[table[setting] == value, metric].to_numpy(float)
+        ax.plot(np.full(len(y), place + 0.12), y, "o", ms=4, mfc="none", color=colour)
+        if len(y) >= MIN_SEEDS:
+            i = t_interval(y)
+            ax.plot([place - 0.12] * 2, [i.low, i.high], color=colour, lw=2)
+        ax.plot(place - 0.12, y.mean(), "D", ms=6, color=colour)
+    ax.set_xticks(range(len(values)), [f"{v:g}" for v in values])
+    ax.set_xlim(-0.6, len(values) - 0.4)
+    ax.set_xlabel(setting.replace("_", " "))
+    _name_axis(ax, "y", metric)
+    ax.grid(axis="x", visible=False)
+    return ax

@@ -51,6 +51,7 @@ LOOKING_ON = {
     "hybrids.py",
     "study.py",
     "claims.py",
+    "transfer.py",
     "peek.py",
     "diversity.py",
     "faults.py",

@@ -3,7 +3,7 @@
 Every notebook takes its runs from `planned`, so this table is the whole study. The regimes, grids and rates below
 were written down before their runs; notebook 10 says why each stands here. `python -m rapo_lib.study plan` shows
 what is missing and how long it will take; `carry` takes over the runs of an earlier version of the code, after doing
-one of each kind again and finding it equal.
+the first seed of each again and finding it equal.
 """
 
 # ruff: noqa: E501 (EXPERIMENTS is a table, one row a line)
@@ -22,7 +22,8 @@ from typing import Any
 import pandas as pd
 
 from rapo_lib.config import PROFILES, RESULTS, Profile, RunConfig, load_profile
-from rapo_lib.runs import EXECUTOR, Run, find_runs, inputs_hash, load_config, run_many, runs_folder
+from rapo_lib.pocket.files import compare_checksums
+from rapo_lib.runs import EXECUTOR, UNCHECKED, Run, find_runs, inputs_hash, load_config, run_many, runs_folder
 from rapo_lib.traces import file_sha256, write_text_atomic
 
 REFERENCE = RESULTS / "reference"
@@ -90,20 +91,29 @@ EXPERIMENTS: dict[str, tuple[Variant, ...]] = {
                _v("grpo_spare", "grpo", extra_steps=1, long=True)),
     "tuning": tuple(_v(f"grpo_easy_lr={lr:g}_r={r}", "grpo", regime="easy", learning_rate=lr, lora_r=r, seeds=TUNING_SEEDS, long=True)
                     for r in _RANKS for lr in _RATES),
+    "rates": tuple(_v(f"{m}_lr={lr:g}", m, learning_rate=lr, long=True) for m, lr in (("grpo", 5e-4), ("grpo", 1e-3), ("rapo", 1e-3))),
     # 11: practise or copy
     "imitation": (_v("luffy"), _v("sft_grpo"))
     + tuple(_v(f"{m}_{r}", m, regime=r, long=True) for r in ("halfway", "easy") for m in ("luffy", "sft", "sft_grpo")),
-    "buffer_size": tuple(_v(f"{m}_n={n}", m, n_trajectories=n, long=n != 12) for n in (12, 48, 240) for m in ("rapo", "sft")),
+    # SFT gets as many optimiser steps as with all trajectories (about 202, 16 trajectories each), whatever their number
+    "buffer_size": tuple(_v(f"rapo_n={n}", "rapo", n_trajectories=n, long=n != 12) for n in (12, 48, 240))
+    + tuple(_v(f"sft_n={n}", "sft", n_trajectories=n, sft_epochs=epochs, long=n != 12) for n, epochs in ((12, 202.0), (48, 67.4), (240, 13.5))),
     "wasteful": tuple(_v(f"{m}_wasteful", m, buffer="wasteful", long=m != "sft") for m in ("sft", "rapo", "luffy", "sft_grpo")),
 }  # fmt: skip
 
+
+#: Rows that are defined and not run yet: no profile runs them, and the claims about them say so.
+LATER = frozenset(
+    ("rapo_m=0.5", "rapo_a=1", "rapo_hybrid=4", "rapo_hybrid=12", "rapo_prob=0.25", "rapo_prob=1", "rapo_lr=0.001")
+    + ("sft_grpo_halfway", "sft_grpo_easy", "sft_grpo_wasteful", "luffy_wasteful", "rapo_n=240", "sft_n=240")
+)
 
 #: Notebook that runs an experiment.
 MADE_BY = dict.fromkeys(("training", "positive_control", "regimes"), "05") | dict.fromkeys(
     ("noise", "noise_halfway"), "06"
 )
 MADE_BY |= dict.fromkeys(("weak_teacher", "teachers"), "07") | {"health": "08"}
-MADE_BY |= dict.fromkeys(("components", "inversions", "ours", "parameters", "guards", "tuning"), "10")
+MADE_BY |= dict.fromkeys(("components", "inversions", "ours", "parameters", "guards", "tuning", "rates"), "10")
 MADE_BY |= dict.fromkeys(("imitation", "buffer_size", "wasteful"), "11")
 
 
@@ -123,7 +133,7 @@ def planned(profile: Profile, experiment: str) -> dict[str, list[RunConfig]]:
     """
     if experiment not in EXPERIMENTS:
         raise ValueError(f"unknown experiment {experiment!r}; allowed: {', '.join(EXPERIMENTS)}")
-    rows = [v for v in EXPERIMENTS[experiment] if not v.long or profile.seeds >= LONG_FROM]
+    rows = [v for v in EXPERIMENTS[experiment] if v.name not in LATER and (not v.long or profile.seeds >= LONG_FROM)]
     configs = {v.name: v.configs(profile) for v in rows}
     if experiment == "noise":
         configs |= {f"rapo_p={p:g}": profile.configs("rapo", noise_prob=p) for p in profile.noise_probs if p}
@@ -218,33 +228,39 @@ def carry(
 ) -> dict[str, int]:
     """Take over runs that an earlier version of the code did, after doing some of them again.
 
-    A change of code makes every run stale, although most changes change no result. Of each kind of run (method,
-    regime, buffer, and which of the other settings differ from the default) the first seed is done again; when its
-    tables are equal to the earlier ones in every number but the clock's, the other runs of this kind are taken over.
-    Their done.json says so, with the hash of the code that made them.
+    A change of code makes every run stale, although most changes change no result. Of runs that differ in nothing but
+    their seed the first one is done again; when its tables are equal to the earlier ones in every number but the
+    clock's, the others are taken over. Their done.json says so, with the hash of the code that made them. Runs of the
+    present code are copied as they are.
 
     Args:
         profile: whose results folder they go to. source: a folder that holds `runs` of the same profile.
         jobs: training runs at once. executor: `module:function` of a run. say: gets one line a step.
 
     Returns:
-        Numbers of runs `there` already, done `again`, `carried`, and `changed` (of a kind whose results differ: left
-        out).
+        Numbers of runs `there` already, of the `same` code, done `again`, `carried`, and `changed` (left out, since
+        the run that was done again differs).
 
     Raises:
-        ValueError: the source holds no finished run.
+        ValueError: the source holds no finished run, or a file that differs from its checksum.
     """
-    earlier = sorted(_earlier_runs(source), key=lambda r: (kind_of(r.config), r.config.seed))
+    _check_manifest(source)
+    earlier = sorted(_earlier_runs(source), key=lambda r: r.config.seed)
     if not earlier:
         raise ValueError(f"{source}/runs holds no finished run; name a results folder such as results/reference")
-    kinds: dict[tuple[Any, ...], list[tuple[str, Run]]] = {}
+    kinds: dict[RunConfig, list[tuple[str, Run]]] = {}  # by everything but the seed
     for run in earlier:
-        kinds.setdefault(kind_of(run.config), []).append((run.folder.parent.parent.name, run))
+        kinds.setdefault(run.config.replace(seed=0), []).append((run.folder.parent.parent.name, run))
     there = {r.config for r in find_runs({"x": list({r.config for r in earlier})}, profile=profile)}
+    same = [r for r in earlier if r.done and r.config not in there]
+    for run in same:
+        _copy_checked(run, runs_folder(profile) / run.folder.parent.parent.name / run.variant / run.folder.name)
+    counts = {"there": len(there), "same": len(same)}
+    there |= {r.config for r in same}
     due = {kind: runs for kind, runs in kinds.items() if any(r.config not in there for _, r in runs)}
     first = {kind: runs[0][1] for kind, runs in due.items()}
     again = {"check": list(dict.fromkeys(r.config for r in first.values()))}
-    counts = {"there": len(there), "again": sum(c not in there for c in again["check"]), "carried": 0, "changed": 0}
+    counts |= {"again": sum(c not in there for c in again["check"]), "carried": 0, "changed": 0}
     how = {"profile": profile, "experiment": "carried", "jobs": jobs, "executor": executor, "say": say}
     redone = {r.config: r for r in run_many(again, **how)}
     for kind, runs in due.items():
@@ -252,7 +268,7 @@ def carry(
         missing = [(e, r) for e, r in runs if r.config not in there and r.config != one.config]
         if fault := difference(one, redone[one.config]):
             counts["changed"] += len(missing)
-            say(f"{one.label} differs from the earlier run ({fault}): {len(missing)} runs of its kind are left out")
+            say(f"{one.label} differs from the earlier run ({fault}): {len(missing)} others are left out")
             continue
         for experiment, run in missing:
             _take_over(run, runs_folder(profile) / experiment / run.variant, checked=one.label)
@@ -260,12 +276,11 @@ def carry(
     return counts
 
 
-def kind_of(config: RunConfig) -> tuple[Any, ...]:
-    """What one repeated run speaks for: method, regime and buffer, and which other settings differ from the default."""
-    default = RunConfig()
-    changed = [f.name for f in dataclasses.fields(config) if getattr(config, f.name) != getattr(default, f.name)]
-    apart = ("method", "regime", "buffer", "seed")
-    return config.method, config.regime, config.buffer, *(name for name in changed if name not in apart)
+def _check_manifest(source: Path) -> None:
+    """Hold collected results against the sums in their manifest; other folders have none."""
+    if (manifest := source / "MANIFEST.json").exists():
+        sums = json.loads(manifest.read_text(encoding="utf-8"))["files"]
+        compare_checksums(source, sums, manifest.name, f"restore {source} from the repository")
 
 
 def _earlier_runs(source: Path) -> Iterator[Run]:
@@ -279,25 +294,39 @@ def difference(one: Run, other: Run) -> str:
     Columns that only the later version writes do not count.
     """
     for name in ("metrics", "evals", "final"):
-        a, b = (pd.read_parquet(run.file(f"{name}.parquet")) for run in (one, other))
+        a, b = (pd.read_parquet(_checked_file(run, f"{name}.parquet")) for run in (one, other))
         for column in (c for c in a.columns if not c.endswith("_sec")):
             if column not in b or not a[column].equals(b[column]):
                 return f"{name}, {column}"
     return ""
 
 
+def _checked_file(run: Run, name: str) -> Path:
+    """A file of a run, compared with its checksum; runs of the first version hold none in their done.json."""
+    has_sums = "files" in json.loads((run.folder / "done.json").read_text(encoding="utf-8"))
+    return run.file(name) if has_sums else run.folder / name
+
+
+def _copy_checked(run: Run, target: Path) -> dict[str, str]:
+    """Copy a run's folder after comparing its files with their checksums, and return the sums.
+
+    Nothing damaged is copied; files that were not kept, such as adapters, may be missing.
+    """
+    files = [p.relative_to(run.folder).as_posix() for p in run.folder.rglob("*") if p.is_file()]
+    sums = {name: file_sha256(_checked_file(run, name)) for name in files if name not in UNCHECKED}
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(run.folder, target)
+    return sums
+
+
 def _take_over(run: Run, folder: Path, checked: str) -> None:
     """Copy a run to its place under the present code, its configuration with all present fields."""
     done = json.loads((run.folder / "done.json").read_text(encoding="utf-8"))
-    for path in run.folder.rglob("*"):
-        if (name := path.relative_to(run.folder).as_posix()) in done["files"]:
-            run.file(name)  # nothing damaged gets a new stamp; files that were not kept may be missing
     target = folder / f"seed{run.config.seed}-{run.config.hash()}"
     partial = target.with_name(f".{target.name}.carried")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(run.folder, partial)
+    sums = _copy_checked(run, partial)
     write_text_atomic(partial / "config.json", json.dumps(dataclasses.asdict(run.config), indent=1) + "\n")
-    done["files"]["config.json"] = file_sha256(partial / "config.json")
+    done["files"] = done.get("files", {}) | sums | {"config.json": file_sha256(partial / "config.json")}
     source = {"inputs_hash": done["inputs_hash"], "checked": checked} | done.get("carried", {})
     done |= {"config_hash": run.config.hash(), "inputs_hash": inputs_hash(run.config), "carried": source}
     write_text_atomic(partial / "done.json", json.dumps(done, indent=1) + "\n")

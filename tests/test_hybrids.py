@@ -5,13 +5,18 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from rapo_lib.config import DATA, RunConfig
-from rapo_lib.hybrids import retrieval_table, rollout_table, with_holes
+from rapo_lib.hybrids import credit_table, note_table, retrieval_table, rollout_gradients, rollout_table, with_holes
+from rapo_lib.objective import rapo_loss
+from rapo_lib.policy import add_lora
 from rapo_lib.runs import find_runs, inputs_hash, plan_runs, result_table, runs_folder
 from rapo_lib.stats import Interval, Verdict, compare_variants
 from rapo_lib.tasks import Question
 from rapo_lib.traces import Protocol, Rollout, Segment
+from rapo_lib.trainer import score_tokens
 
 QUESTION = Question(
     "q", "text", "7", info={"skills": ["find", "calc"], "words": ["hotel", "plus"], "operands": [0, 17]}
@@ -150,3 +155,87 @@ def test_a_verdict_reads_as_a_sentence():
         == "reproduced: +40 points [+30, +50], n = 5 (why)"
     )
     assert str(Verdict("no verdict", Interval(-0.1, np.nan, np.nan, 1), "few")) == "no verdict: -10 points, n = 1 (few)"
+
+
+def test_a_note_is_known_by_the_step_before_it_and_by_its_own(protocol):
+    hard = retrieval(protocol, "<think> a</think><search> code 42 hotel</search><result> Lumiro</result>", "q")
+    easy = retrieval(protocol, "<think> a</think><python> 1 + 2</python><result> 3</result>", "q")
+    own = policy_segment(0.1)
+    wrong_then_right = [own, call("search", " hotel of 42"), easy, own, call("search", "code 7 hotel"), easy]
+    rollouts = [
+        Rollout("q", (9,), [own, hard]),
+        Rollout("q", (9,), wrong_then_right),
+        Rollout("q", (9,), [own, call("browse", "code 7 hotel"), hard, retrieval(protocol, "no call", "q")]),
+    ]
+    table = note_table(rollouts, [QUESTION], protocol)
+    assert table["before"].tolist() == ["none", "wrong", "right", "easy", "easy"]
+    assert table["note"].tolist() == ["right", "easy", "easy", "right", "none"]
+    assert len(table) == len(retrieval_table(rollouts, protocol))
+    assert list(note_table([], [], protocol).columns) == ["before", "note"]
+
+
+# ------------------------------------------------------------------------------------------------ credit
+
+NOTE = Segment("retrieval", (8, 8, 8, 8), info={"n_steps": 1})
+
+
+def pair(rl_step: int, rewards: tuple[float | None, float]) -> list[dict]:
+    """A group of two: one whose entropy fell from 0.6 to 0.3 across a note of 4 of 8 tokens, and one without a note."""
+    helped = Rollout("q", (9,), [policy_segment(0.6), NOTE, policy_segment(0.3)], 0, True, "answer", rewards[0])
+    alone = Rollout("q", (9,), [policy_segment(0.4)], 1, False, "answer", rewards[1])
+    return [{"rl_step": rl_step, "rollout": r} for r in (helped, alone)]
+
+
+@pytest.mark.case(23)
+def test_credit_of_a_failing_rollout_with_a_good_retrieval():
+    table = credit_table(pair(5, (0.0, 1.0)), RunConfig(method="rapo"))
+    np.testing.assert_allclose(table["z_ret"], [0.456957, 0.0], atol=1e-6)
+    np.testing.assert_allclose(table["advantage"], [-0.8071, 0.6071], atol=2e-4)
+    np.testing.assert_allclose(table["shaping"], [1 + 0.05 * 0.5, 1.0])
+    assert table["retrievals"].tolist() == [1, 0] and table["hybrid"].tolist() == [True, False]
+    aware = credit_table(pair(5, (0.0, 1.0)), RunConfig(method="rapo_sign_aware"))
+    np.testing.assert_allclose(aware["advantage"], [-0.6071, 0.6071], atol=2e-4)
+    plain = credit_table(pair(5, (0.0, 1.0)), RunConfig(method="rapo_no_rpo"))
+    assert plain["advantage"].equals(plain["a_acc"].rename("advantage")) and plain["shaping"].eq(1).all()
+
+
+def test_credit_is_shared_inside_one_rl_step_and_not_across():
+    """Rewards 0, 1 and 1, 1: in the second group nothing differs, so its advantage is 0; pooled it would not be."""
+    table = credit_table([*pair(5, (0.0, 1.0)), *pair(10, (1.0, 1.0))], RunConfig(method="rapo"))
+    np.testing.assert_allclose(table["a_acc"], [-0.707, 0.707, 0.0, 0.0], atol=1e-3)
+    np.testing.assert_allclose(table["a_ret"], [0.707, -0.707] * 2, atol=1e-3)
+    lost = credit_table(pair(1, (None, 1.0)), RunConfig(method="rapo"))
+    assert np.isnan(lost["reward"][0]) and lost["advantage"].tolist() == [0.0, 0.0]
+
+
+def test_weighted_rollout_gradients_are_the_gradient_of_the_loss(tiny_policy):
+    policy = add_lora(tiny_policy, 2, seed=0)
+    rollouts = [
+        Rollout("q", (5, 6, 7), [policy_segment(0.6), NOTE, policy_segment(0.3)]),
+        Rollout("q", (5,), [policy_segment(0.4), call("search", "x")]),
+        Rollout("q", (5, 6), [NOTE]),  # nothing of its own
+    ]
+    weights = [p for p in policy.model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p in weights:
+            p.add_(0.1)  # a fresh adapter's second half is 0, and so is half of its gradient
+    gradients = rollout_gradients(policy, rollouts)
+    assert gradients.shape == (3, sum(p.numel() for p in weights)) and gradients[2].eq(0).all()
+    ids = [torch.tensor([*r.prompt_ids, *r.completion_ids]) for r in rollouts]
+    mask = [torch.tensor([0] * len(r.prompt_ids) + r.policy_mask) for r in rollouts]
+    real = pad_sequence([torch.ones_like(x) for x in ids], batch_first=True)
+    x, mask = (pad_sequence(part, batch_first=True) for part in (ids, mask))
+    logps, _ = score_tokens(policy.model, x, real, mask[:, 1:])
+    advantages, shaping = torch.tensor([-0.8, 0.6, 0.3]), torch.tensor([1.025, 1.0, 1.05])
+    rapo_loss(logps, logps.detach(), mask[:, 1:], advantages, shaping).backward()
+    expected = -torch.cat([p.grad.flatten() for p in weights])
+    assert expected.abs().max() > 1e-4
+    torch.testing.assert_close((advantages * shaping) @ gradients / 3, expected, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(rollout_gradients(policy, rollouts, temperature=0.5), gradients)
+
+
+def test_gradients_need_something_to_train(tiny_policy):
+    for p in tiny_policy.model.parameters():
+        p.requires_grad_(False)
+    with pytest.raises(ValueError, match="trainable=True"):
+        rollout_gradients(tiny_policy, [])

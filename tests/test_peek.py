@@ -190,7 +190,7 @@ def test_a_large_vocabulary_is_scored_in_parts_with_the_same_result(tiny_policy,
 def test_sampled_steps_are_those_of_their_own_stream_and_end_where_a_step_ends(tiny_policy):
     """Rows leave at different times and others take their places; each step is still the one of its context."""
     eos = tiny_policy.tokenizer.eos_token_id
-    model = PolicySteps(tiny_policy, max_tokens=12)
+    model = PolicySteps(tiny_policy, temperature=0.8, max_tokens=12)
     model.stops.kinds[: len(model.stops.kinds) : 7] = model.stops.EOS  # so that steps end often
     contexts = contexts_of(tiny_policy, "a?", "employer of Kavelo?", "what is the code of the hotel of Lumiro?") * 3
     steps = model.sample(contexts, 4, seed=3)
@@ -452,7 +452,7 @@ def test_situations_of_the_pocket_student(pocket):
         rows = buffer.encoder.encode([s.history.text, *(t.key for t in s.helpful), *(t.key for t in s.random)])
         scores = rows[1:] @ rows[0]
         assert (np.diff(scores[:3]) < 1e-4).all() and scores[:3].mean() > scores[3:].mean()
-    assert collect_situations(student, questions, toolbox, buffer, config, **how) == situations
+    assert collect_situations(student, questions, toolbox, buffer, config.replace(seed=9), **how) == situations
     assert collect_situations(student, questions, toolbox, buffer, config, **how | {"seed": 1}) != situations
     table = listening_table(student, situations, n_samples=2, seed=0)
     assert table["information"].between(-1e-4, 1.3 * math.log(3)).all() and table["cut_frac"].max() == 0
@@ -461,6 +461,17 @@ def test_situations_of_the_pocket_student(pocket):
     assert peek_table(student, questions, toolbox, buffer, config, **how).equals(table)
     acts = agreement(student, situations)
     assert acts["right_own"].notna().all() and acts.query("kind == 'helpful'")["right_note"].notna().all()
+
+
+def test_the_leak_guard_of_the_run_holds_for_the_traces(pocket):
+    student, questions, toolbox, _, config = pocket
+    golds = " ".join(a for q in questions[:8] for a in q.answers)
+    buffer = StepTraceBuffer.build([StepTrace(questions[0].text, f"it is {golds}", "another question")])
+    how = dict(n_histories=2, n_traces=1, seed=0)
+    with pytest.raises(ValueError, match="8 questions gave 0 histories"):
+        collect_situations(student, questions[:8], toolbox, buffer, config, **how)
+    open_book = config.replace(leak_guard=False)
+    assert len(collect_situations(student, questions[:8], toolbox, buffer, open_book, **how)) == 2
 
 
 def test_too_few_situations_are_said(pocket):

@@ -45,6 +45,16 @@ def curves(n_seeds: int) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def grid() -> pd.DataFrame:
+    """Two seeds a cell, 0.1 apart, their mean 0.2 at the low rate and 0.6 at the high one with rank 16."""
+    rows = [
+        {"learning_rate": lr, "lora_r": r, "seed": s, "pass@1": base + 0.1 * s - 0.05}
+        for (lr, r), base in {(1e-3, 8): 0.2, (1e-3, 16): 0.2, (2e-3, 8): 0.4, (2e-3, 16): 0.6}.items()
+        for s in range(2)
+    ]
+    return pd.DataFrame(rows)
+
+
 def rollout(protocol, *parts) -> Rollout:
     segments = []
     for i, (origin, text) in enumerate(parts):
@@ -88,12 +98,16 @@ def draw_all(sample) -> list:
         plots.plot_idea(),
         plots.plot_health(health()).flat[0],
         plots.plot_differences(table[table["rl_step"] == table["rl_step"].max()], "grpo"),
+        plots.plot_grid(grid(), "learning_rate", "lora_r"),
+        plots.plot_setting(grid(), "lora_r", 8),
     ]
 
 
 @pytest.mark.case(42)
 def test_a_figure_drawn_twice_is_byte_equal(sample):
-    first, second = ([png(ax) for ax in draw_all(sample)] for _ in range(2))
+    first = [png(ax) for ax in draw_all(sample)]
+    plt.close("all")
+    second = [png(ax) for ax in draw_all(sample)]
     assert first == second and len(set(first)) == len(first)
     assert len(first) > len([name for name in vars(plots) if name.startswith("plot_")])  # none is left out
 
@@ -286,3 +300,27 @@ def test_every_variant_of_the_study_has_a_name_and_a_look():
         assert len({plots.label_of(v.name) for v in rows}) == len(rows), name
     assert plots.style_of("luffy_halfway") == plots.style_of("luffy_wasteful") == plots.style_of("luffy")
     assert plots.label_of("sft_n=12") == "SFT, 12 trajectories"
+
+
+def test_a_grid_shows_the_means_of_its_cells_and_frames_one():
+    ax = plots.plot_grid(grid(), "learning_rate", "lora_r", marks=[(2e-3, 16)])
+    assert [t.get_text() for t in ax.texts] == ["20", "40", "20", "60"]  # rows are ranks 8 and 16
+    (frame,) = ax.patches
+    assert frame.get_xy() == (1, 1) and not frame.get_fill()
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["0.001", "0.002"] and ax.get_ylabel() == "lora r"
+    with pytest.raises(ValueError, match="no column 'rank'"):
+        plots.plot_grid(grid(), "learning_rate", "rank")
+    with pytest.raises(KeyError):
+        plots.plot_grid(grid(), "learning_rate", "lora_r", marks=[(3e-3, 16)])
+
+
+def test_values_of_a_setting_stand_in_order_with_the_default_on_grey():
+    ax = plots.plot_setting(grid(), "lora_r", 16)
+    means = [line.get_ydata()[0] for line in ax.lines if line.get_marker() == "D"]
+    assert means == pytest.approx([0.3, 0.4])
+    assert ax.patches[0].get_x() == pytest.approx(0.6) and [t.get_text() for t in ax.get_xticklabels()] == ["8", "16"]
+    assert len(ax.lines) == 4  # dots and a mean for each value; no interval below five seeds
+    five = pd.concat([grid().assign(seed=s) for s in range(2)])
+    assert len(plots.plot_setting(five, "lora_r", 16).lines) == 6
+    with pytest.raises(ValueError, match="no run with lora_r = 4; there are: 8, 16"):
+        plots.plot_setting(grid(), "lora_r", 4)

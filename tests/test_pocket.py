@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import random
@@ -10,14 +12,20 @@ import shutil
 
 import pytest
 
+from rapo_lib.buffer import TOP_K, select_trajectories
+from rapo_lib.config import DATA
+from rapo_lib.pocket import __main__ as command
+from rapo_lib.pocket import build
 from rapo_lib.pocket.demonstrator import Demonstration, Habits
 from rapo_lib.pocket.files import POCKET, checked, verify_checksums, write_checksums
 from rapo_lib.pocket.tokenizer import make_tokenizer
+from rapo_lib.pocket.train import RECIPES, sample_examples
 from rapo_lib.pocket.world import (
     HARD,
     PRELUDE,
     REGIMES,
     SKILLS,
+    Chain,
     Op,
     Shape,
     World,
@@ -29,9 +37,10 @@ from rapo_lib.pocket.world import (
     step_text,
 )  # fmt: skip
 from rapo_lib.policy import load_policy
+from rapo_lib.rollout import RolloutRequest
 from rapo_lib.tasks import load_pocket_questions
 from rapo_lib.tools import make_pocket_toolbox
-from rapo_lib.traces import Protocol, parse_step
+from rapo_lib.traces import Protocol, Rollout, load_rollouts, parse_step
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +170,170 @@ def test_a_retrieved_step_is_not_the_demonstrators_own():
     assert retrieved and not any(p.own for p in retrieved)
 
 
+#: sha256 of 30 training examples of each stage and of the number drawn after them, from before other habits came.
+STREAMS = {
+    ("base", 0): "0c4c8255a8fe1563135fbeb81dbcc3462ae42af1ecc51b8d4aaade8c9aa743bb",
+    ("base", 1): "fdbe91d9898620808972ba2333700105d117962dbe8e9528eb4ee91eaf88d8fe",
+    ("student", 0): "e9d8fc444625c078018ddc67cc1d817eedba5a39f31c39cf647e71acdc361ac0",
+    ("teacher", 0): "90d2d9371607c8181a0111c60c13f0f9c83ef5c9caada47073e60ebc7eed20e0",
+    ("weak", 0): "7531e475e5af67f59ff2196a3971e8aca21d6575e85090cd95eb04bd3251d944",
+}
+
+
+@pytest.mark.parametrize(("name", "stage"), STREAMS)
+def test_the_first_models_are_shown_the_same_demonstrations_as_ever(name, stage, protocol):
+    rng = random.Random(f"pin|{name}|{stage}")
+    rows = list(itertools.islice(sample_examples(protocol, RECIPES[name].stages[stage], rng), 30))
+    assert hashlib.sha256(json.dumps([rows, rng.random()]).encode()).hexdigest() == STREAMS[name, stage]
+
+
+def demonstrate(chain: Chain, habits: Habits, rng: random.Random) -> list[str]:
+    """The demonstration's own pieces."""
+    demo = Demonstration(chain, habits, rng, lambda: sample_chain(chain.world, Shape(4, 1), rng))
+    return [p.text for p in demo.pieces if p.own]
+
+
+@pytest.mark.parametrize(("hard", "form", "result"), [(1.0, "code 85 ship", "Rorema"), (0.0, "ship of 85", "Nelive")])
+def test_a_rechecking_demonstrator_makes_each_hard_call_twice(hard, form, result, monkeypatch):
+    """What is the blog of the ship of the price of Kavelo? A table, a find (hard) and an open step."""
+    facts = {("price", "Kavelo"): "85", ("ship", "85"): result, ("blog", result): "Zoneda"}
+    monkeypatch.setattr(World, "fact", lambda self, target, kind, word, value: facts[word, value])
+    ops = Op("table", "price"), Op("find", "ship"), Op("open", "blog")
+    chain = Chain(World("x", ["Kavelo"]), ops, ("Kavelo", "85", result, "Zoneda"))
+    demo = Demonstration(chain, Habits(1, hard, 1, 1, 0, rechecks=1.0), random.Random(0), lambda: chain)
+    find = f"<think> need ship of 85</think><search> {form}</search>"
+    assert [(p.text, p.own) for p in demo.pieces] == [
+        ("<think> need price of Kavelo</think><search> price of Kavelo</search>", True),
+        ("<result> 85</result>", False),
+        (find, True),
+        (f"<result> {result}</result>", False),
+        (find, True),
+        (f"<result> {result}</result>", False),
+        (f"<think> need blog of {result}</think><browse> blog of {result}</browse>", True),
+        ("<result> Zoneda</result>", False),
+        (r"<think> done</think><answer> \boxed{ Zoneda}</answer>", True),
+    ]
+
+
+def test_rechecks_leave_the_answer_right_and_are_as_frequent_as_said():
+    world, rng, extra = World("d", split_names("train")), random.Random(6), 0
+    for _ in range(200):
+        chain = sample_chain(world, Shape(6, 3), rng)
+        own = demonstrate(chain, Habits(1, 1, 1, 1, 0, rechecks=0.7), rng)
+        assert own[-1] == answer_text(chain.values[-1])
+        assert list(dict.fromkeys(own[:-1])) == [a for a, _ in solution(chain)]
+        extra += len(own) - 7
+    assert 0.65 < extra / 600 < 0.75
+
+
+@pytest.mark.parametrize(
+    ("name", "rates"),
+    [
+        ("middling", {"find": 0.78, "follow": 0.78, "convert": 0.78}),
+        ("searcher", {"find": 0.9, "follow": 0.9, "convert": 0.3}),
+        ("reckoner", {"find": 0.5, "follow": 0.5, "convert": 0.93}),
+        ("wasteful", {"find": 0.93, "follow": 0.93, "convert": 0.93}),
+    ],
+)
+def test_each_teacher_is_shown_its_skills_as_often_right_as_its_recipe_says(name, rates):
+    habits = dataclasses.replace(RECIPES[name].stages[0].habits, retrieval_share=0.0)
+    world, rng, words = (
+        World("d", split_names("train")),
+        random.Random(7),
+        {w: s for s in HARD for w in SKILLS[s].words},
+    )
+    right, calls = dict.fromkeys(HARD, 0), dict.fromkeys(HARD, 0)
+    for _ in range(1000):
+        own = dict.fromkeys(demonstrate(sample_chain(world, Shape(5, 3), rng), habits, rng))  # each call once
+        for text in own:
+            step = parse_step(text)
+            skill = words.get(step.thought.split()[1]) if step.action else None
+            if skill:
+                calls[skill] += 1
+                right[skill] += not step.action[1].startswith(step.thought.split()[1]) and " * " not in step.action[1]
+    assert {s: right[s] / calls[s] for s in HARD} == pytest.approx(rates, abs=0.05)  # 0.05: three standard errors
+    assert min(calls.values()) > 800
+
+
+def test_habits_of_skills_that_are_not_hard_are_refused():
+    for pairs in ((("calc", 0.3),), (("find", 0.3), ("find", 0.4))):
+        with pytest.raises(ValueError, match="allowed, each once: find, follow, convert"):
+            Habits(1, 1, hard_by_skill=pairs)
+
+
+def test_every_model_is_trained_once_and_after_the_one_it_starts_from():
+    order = [name for wave in build.WAVES for name in wave]
+    assert sorted(order) == sorted(RECIPES) == sorted(p.name for p in (POCKET / "models").iterdir())
+    assert all(order.index(r.start) < order.index(name) for name, r in RECIPES.items() if r.start)
+    assert len({r.seed for r in RECIPES.values()}) == len(RECIPES)
+
+
+@pytest.mark.parametrize("part", command.SOME)
+def test_unknown_models_and_teachers_are_refused(part):
+    with pytest.raises(ValueError, match="'expert' is not known; allowed: .*weak"):
+        command.main([part, "--only", "expert"])
+
+
+def test_the_command_does_a_part_for_some_teachers_alone(monkeypatch, capsys):
+    called = []
+    monkeypatch.setattr(build, "make_trajectories", lambda teachers: called.append(teachers))
+    command.main(["trajectories", "--only", "weak", "patient"])
+    assert called == [["weak", "patient"]]
+    with pytest.raises(SystemExit):
+        command.main(["data", "--only", "weak"])
+    assert "--only does not go with data; it goes with models, trajectories" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def exploration() -> dict[str, list[Rollout]]:
+    """The shipped trajectories of each teacher."""
+    return {t: load_rollouts(POCKET / "trajectories" / f"{t}_exploration.jsonl") for t in build.TEACHERS}
+
+
+def test_each_teacher_ships_the_trajectories_that_the_code_samples(exploration):
+    names = {f"{t}_{regime}.jsonl" for t, how in build.TEACHERS.items() for regime in how.regimes}
+    assert {p.name for p in (POCKET / "trajectories").iterdir()} == names
+    questions = {q.id: q for q in make_questions("exploration", "train")}
+    for teacher, rollouts in exploration.items():
+        how = build.TEACHERS[teacher]
+        places, right = [(r.question_id, r.place) for r in rollouts], [r for r in rollouts if r.reward == 1]
+        sampled = [(q, k) for q in questions for k in range(how.samples)]
+        if how.ship == "all":
+            assert places == sampled
+        else:
+            assert len(set(places)) == len(places) and set(places) <= set(sampled)
+            assert rollouts == (select_trajectories(rollouts, TOP_K) if how.ship == "kept" else right)
+        spent = [len(r.tool_calls) - questions[r.question_id].max_steps for r in rollouts]
+        assert max(spent) == how.extra_steps
+
+
+def test_the_wasteful_teacher_makes_its_hard_calls_twice_and_no_one_else_does(exploration):
+    twice = {}
+    for teacher in ("teacher", "wasteful"):
+        kept = select_trajectories(exploration[teacher], TOP_K)
+        twice[teacher] = [sum(s.info["repeats"] == 2 for s in r.tool_calls) for r in kept]
+    assert sum(twice["teacher"]) == 0
+    assert sum(n == 3 for n in twice["wasteful"]) / len(twice["wasteful"]) > 0.75
+
+
+def test_spare_steps_are_what_the_wasteful_teacher_needs():
+    requests = [RolloutRequest(q, place=k) for q in make_questions("exploration", "test")[:8] for k in range(2)]
+    rates = []
+    for extra in (0, build.TEACHERS["wasteful"].extra_steps):
+        how = {"seed": 0, "stream": ("test",), "extra_steps": extra}
+        rollouts = build.sample_and_score(POCKET / "models" / "wasteful", requests, "test", **how)
+        rates.append(sum(r.reward for r in rollouts) / len(rollouts))
+    assert rates[0] < 0.1 and rates[1] > 0.35
+
+
+def test_the_data_card_says_what_the_buffers_get():
+    lines = (DATA / "README.md").read_text(encoding="utf-8").splitlines()
+    table = build.coverage()
+    head = lines.index("| " + " | ".join(table.columns) + " |")
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in lines[head + 2 : head + 2 + len(table)]]
+    assert rows == [[str(v) for v in row] for row in table.itertuples(index=False)]
+
+
 def test_shipped_files_carry_their_checksums():
     verify_checksums()
 
@@ -184,6 +357,6 @@ def test_a_damaged_shipped_model_is_named_before_it_is_loaded(tmp_path, monkeypa
 
 
 def test_shipped_models_are_qwen3_with_tied_embeddings():
-    for name in ("student", "teacher", "weak"):
+    for name in RECIPES:
         config = json.loads((POCKET / "models" / name / "config.json").read_text(encoding="utf-8"))
         assert config["architectures"] == ["Qwen3ForCausalLM"] and config["tie_word_embeddings"]

@@ -78,6 +78,8 @@ def test_profiles_with_few_seeds_leave_the_long_rows_out():
     assert len(study.planned(pocket, "noise")) == 7 and len(study.planned(load_profile("smoke"), "noise")) == 3
     assert [c.seed for c in study.planned(pocket, "positive_control")["grpo_easy"]] == [0, 1]
     assert all(len(c) >= 5 for e, p in study.everything(study_profile).items() for c in p.values() if e in LONG)
+    names = {v.name for rows in study.EXPERIMENTS.values() for v in rows}
+    assert study.LATER < names and not study.LATER & {v for p in study.everything(study_profile).values() for v in p}
     with pytest.raises(ValueError, match="unknown experiment 'x'; allowed: training, "):
         study.planned(pocket, "x")
 
@@ -135,7 +137,7 @@ def earlier_runs(toy):
 def test_runs_of_an_earlier_version_are_taken_over_after_one_of_each_kind_was_equal(toy):
     source, configs = earlier_runs(toy)
     toy("new")
-    assert study.carry("study", source, **toy.how) == {"there": 0, "again": 3, "carried": 4, "changed": 0}
+    assert study.carry("study", source, **toy.how) == {"there": 0, "same": 0, "again": 3, "carried": 4, "changed": 0}
     assert toy.done() == ["grpo 0.0 0", "rapo 0.0 0", "rapo 0.5 0"]
     found = find_runs({"x": configs}, profile="study")
     assert [r.config for r in found] == configs
@@ -160,8 +162,8 @@ def test_a_kind_whose_results_changed_is_left_out(toy, monkeypatch):
     monkeypatch.setenv("TOY_SHIFT", "0.25")
     said = []
     counts = study.carry("study", source, **(toy.how | {"say": said.append}))
-    assert counts == {"there": 0, "again": 3, "carried": 2, "changed": 2}
-    assert "rapo seed 0 differs from the earlier run (metrics, reward): 1 runs of its kind are left out" in said
+    assert counts == {"there": 0, "same": 0, "again": 3, "carried": 2, "changed": 2}
+    assert "rapo seed 0 differs from the earlier run (metrics, reward): 1 others are left out" in said
     carried = [r.config for r in find_runs({"x": configs}, profile="study") if "carried" in r.done]
     assert {c.method for c in carried} == {"grpo"}
 
@@ -188,6 +190,40 @@ def test_a_damaged_run_is_not_taken_over(toy, seed):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="metrics.parquet: sha256 is .*, done.json expects"):
         study.carry("study", source, **toy.how)
+
+
+def test_runs_of_the_first_version_had_no_checksums(toy):
+    source, configs = earlier_runs(toy)
+    for path in source.rglob("done.json"):
+        done = json.loads(path.read_text(encoding="utf-8"))
+        del done["files"]
+        path.write_text(json.dumps(done), encoding="utf-8")
+    toy("new")
+    assert study.carry("study", source, **toy.how)["carried"] == 4
+    for run in find_runs({"x": configs}, profile="study"):
+        assert run.file("metrics.parquet") and run.file("config.json")
+
+
+def test_collected_results_are_held_against_their_manifest(toy):
+    source, _ = earlier_runs(toy)
+    paths = [p for p in source.rglob("*") if p.is_file()]
+    sums = {p.relative_to(source).as_posix(): file_sha256(p) for p in paths}
+    (source / "MANIFEST.json").write_text(json.dumps({"files": sums}), encoding="utf-8")
+    paths[-1].write_bytes(b"damaged")
+    toy("new")
+    with pytest.raises(ValueError, match=paths[-1].name):
+        study.carry("study", source, **toy.how)
+
+
+def test_runs_of_the_present_code_are_copied_as_they_are(toy, tmp_path):
+    source, configs = earlier_runs(toy)
+    kept = tmp_path / "kept"
+    source.rename(kept)
+    toy("old")  # the same code, and an empty results folder
+    counts = study.carry("study", kept, **toy.how)
+    assert counts == {"there": 0, "same": 7, "again": 0, "carried": 0, "changed": 0} and toy.done() == []
+    found = find_runs({"x": configs}, profile="study")
+    assert [r.config for r in found] == configs and not any("carried" in r.done for r in found)
 
 
 def test_nothing_to_carry_is_said(tmp_path):

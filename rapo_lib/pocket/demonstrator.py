@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rapo_lib.pocket.world import SKILLS, Chain, Op, answer_text, step_text
+from rapo_lib.pocket.world import HARD, SKILLS, Chain, Op, answer_text, step_text
 
 #: Steps beyond the chain's length after which a demonstrator gives up and answers.
 SPARE_STEPS = 2
@@ -30,6 +30,16 @@ class Habits:
         answer: the answer is given at the right moment.
         retrieval_share: share of trajectories with retrieved steps (each boundary then has one with p = 0.5).
         irrelevant: share of retrieved steps that come from another question.
+        hard_by_skill: (skill, probability) pairs that take the place of `hard` for some of the hard skills.
+        rechecks: the call of a hard step, in whichever form, is made once more.
+
+    Raises:
+        ValueError: `hard_by_skill` names what is no hard skill, or one twice.
+
+    Example:
+        >>> searcher = Habits(0.97, 0.9, hard_by_skill=(("convert", 0.3),))
+        >>> searcher.hard_of("find"), searcher.hard_of("convert")
+        (0.9, 0.3)
     """
 
     easy: float
@@ -38,6 +48,17 @@ class Habits:
     answer: float = 0.95
     retrieval_share: float = 0.75
     irrelevant: float = 0.2
+    hard_by_skill: tuple[tuple[str, float], ...] = ()
+    rechecks: float = 0.0
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.hard_by_skill]
+        if len(set(names)) < len(names) or not set(names) <= set(HARD):
+            raise ValueError(f"hard_by_skill names {', '.join(names)}; allowed, each once: {', '.join(HARD)}")
+
+    def hard_of(self, skill: str) -> float:
+        """Probability of the right form of a hard skill that does not stand in the context."""
+        return dict(self.hard_by_skill).get(skill, self.hard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +131,7 @@ class Demonstration:
             return self._end()
         op = self.chain.ops[self.place]
         if SKILLS[op.skill].hard:
-            right = rng.random() < (self.habits.hard_seen if op.skill in self.seen else self.habits.hard)
+            right = rng.random() < (self.habits.hard_seen if op.skill in self.seen else self.habits.hard_of(op.skill))
             return self._fitting(self.place, now, right)
         if rng.random() < self.habits.easy:
             return self._fitting(self.place, now, True)
@@ -152,11 +173,16 @@ class Demonstration:
     def _do(self, place: int, value: str, right: bool) -> None:
         op: Op = self.chain.ops[place]
         own, observation, result = step_text(self.chain.world, op, value, right)
-        self.pieces += [Piece(own, own=True), Piece(observation, own=False)]
+        self.pieces += [Piece(own, own=True), Piece(observation, own=False)] * self._times(op)
         if right:
             self.seen.add(op.skill)
         self.history.append(result)
         self.place = place + 1
+
+    def _times(self, op: Op) -> int:
+        """How often the call of a step is made; a call made again is no step of the demonstrator's own budget."""
+        again = SKILLS[op.skill].hard and self.habits.rechecks > 0  # habits without it draw as if there were none
+        return 2 if again and self.rng.random() < self.habits.rechecks else 1
 
 
 def _type(value: str) -> str:

@@ -1,7 +1,8 @@
 """How the pocket models are trained: supervised, on demonstrations, in a world of their own.
 
-A base model learns the format and all skills half-way; student, teacher and weak teacher continue
-from it with the habits that define them. Facts and names of this training occur in no question.
+A base model learns the format and all skills half-way; the student and the teachers continue from it
+with the habits that define them (data/README.md gives the reason of each number). Facts and names of
+this training occur in no question.
 """
 
 from __future__ import annotations
@@ -59,6 +60,25 @@ RECIPES: dict[str, Recipe] = {
     "student": Recipe("base", (Stage(800, _LONG + _SINGLE, Habits(0.9, 0.04)),), 2e-3, 1),
     "teacher": Recipe("base", (Stage(500, _LONG + _SINGLE, Habits(0.97, 0.93, 0.95, 0.98, 0.25)),), 2e-3, 2),
     "weak": Recipe("base", (Stage(500, _LONG + _SINGLE, Habits(0.88, 0.5, 0.7, 0.95, 0.25)),), 2e-3, 3),
+    "middling": Recipe("base", (Stage(500, _LONG + _SINGLE, Habits(0.93, 0.78, 0.85, 0.96, 0.25)),), 2e-3, 4),
+    "searcher": Recipe(
+        "base",
+        (Stage(500, _LONG + _SINGLE, Habits(0.97, 0.9, 0.95, 0.98, 0.25, hard_by_skill=(("convert", 0.3),))),),
+        2e-3,
+        5,
+    ),
+    "reckoner": Recipe(
+        "base",
+        (Stage(500, _LONG + _SINGLE, Habits(0.97, 0.5, 0.95, 0.98, 0.25, hard_by_skill=(("convert", 0.93),))),),
+        2e-3,
+        6,
+    ),
+    "wasteful": Recipe(
+        "base",
+        (Stage(800, _LONG + _SINGLE, Habits(0.97, 0.93, 0.95, 0.98, 0.25, rechecks=0.95)),),
+        2e-3,
+        7,
+    ),
 }
 
 
