@@ -16,7 +16,7 @@ import pandas as pd
 from rapo_lib.config import Profile
 from rapo_lib.plots import label_of
 from rapo_lib.stats import MARGIN, MIN_SEEDS, paired_verdict, t_interval
-from rapo_lib.study import EXPERIMENTS, LATER, MADE_BY, planned
+from rapo_lib.study import EXPERIMENTS, MADE_BY, planned
 
 COLUMNS = ["claim", "source", "the paper", "ours", "n", "verdict", "why", "figure"]
 
@@ -171,9 +171,7 @@ def judge_all(
     rows = []
     for claim in claims:
         row = judge(claim, results, costs)
-        if row["verdict"] == "not run" and {claim.x, claim.y} & LATER:
-            row["why"] = "planned, not run yet"
-        elif row["verdict"] == "not run" and not {claim.x, claim.y} <= there:
+        if row["verdict"] == "not run" and not {claim.x, claim.y} <= there:
             row["why"] = f"not in profile {profile.name}; the profile study runs it"
         rows.append(row)
     return pd.DataFrame(rows, columns=COLUMNS)

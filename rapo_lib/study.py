@@ -104,12 +104,6 @@ EXPERIMENTS: dict[str, tuple[Variant, ...]] = {
 }  # fmt: skip
 
 
-#: Rows that are defined and not run yet: no profile runs them, and the claims about them say so.
-LATER = frozenset(
-    ("rapo_m=0.5", "rapo_a=1", "rapo_hybrid=4", "rapo_hybrid=12", "rapo_prob=0.25", "rapo_prob=1", "rapo_lr=0.001")
-    + ("sft_grpo_halfway", "sft_grpo_easy", "sft_grpo_wasteful", "luffy_wasteful", "rapo_n=240", "sft_n=240")
-)
-
 #: Notebook that runs an experiment.
 MADE_BY = dict.fromkeys(("training", "positive_control", "regimes"), "05") | dict.fromkeys(
     ("noise", "noise_halfway"), "06"
@@ -135,7 +129,7 @@ def planned(profile: Profile, experiment: str) -> dict[str, list[RunConfig]]:
     """
     if experiment not in EXPERIMENTS:
         raise ValueError(f"unknown experiment {experiment!r}; allowed: {', '.join(EXPERIMENTS)}")
-    rows = [v for v in EXPERIMENTS[experiment] if v.name not in LATER and (not v.long or profile.seeds >= LONG_FROM)]
+    rows = [v for v in EXPERIMENTS[experiment] if not v.long or profile.seeds >= LONG_FROM]
     configs = {v.name: v.configs(profile) for v in rows}
     if experiment == "noise":
         configs |= {f"rapo_p={p:g}": profile.configs("rapo", noise_prob=p) for p in profile.noise_probs if p}
