@@ -84,7 +84,7 @@ STYLES: dict[str, tuple[str, Any]] = {
     "weak": (_COLOURS[3], "--"),
     "rapo_sign_aware": (_COLOURS[8], "-"),
     "rapo_no_quality": (_COLOURS[9], "-."),
-    "rapo_no_timing": (_COLOURS[9], ":"),
+    "rapo_no_timing": (_COLOURS[2], "-."),
     "rapo_released": (_COLOURS[1], ":"),
     "high_h_rising": (_COLOURS[4], ":"),
     "low_h_rising": (_COLOURS[6], "-."),
