@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 
 from rapo_lib.config import PROFILES, RESULTS, ROOT
 from rapo_lib.driver import cells_hash, select_notebooks, stamp_of
+from rapo_lib.plots import with_palette
 from rapo_lib.pocket.files import checksums, compare_checksums
 from rapo_lib.traces import write_text_atomic
 
@@ -52,7 +54,7 @@ def collect(profile: str, source: Path | None = None, target: Path = REFERENCE) 
     notebooks, stamps = _executed(profile, select_notebooks(()), source)
     shutil.rmtree(target, ignore_errors=True)
     for name in notebooks:
-        _copy(source / "notebooks" / f"{name}.ipynb", target / "notebooks" / f"{name}.ipynb")
+        _copy_notebook(source / "notebooks" / f"{name}.ipynb", target / "notebooks" / f"{name}.ipynb")
     for folder in ("tables", "figures"):
         shutil.copytree(source / folder, target / folder)
     runs = sorted(p.parent for p in (source / "runs").rglob("done.json"))
@@ -79,7 +81,7 @@ def add(profile: str, only: Sequence[str], source: Path | None = None, target: P
     source, manifest = source or RESULTS / profile, read_manifest(target)
     notebooks, stamps = _executed(profile, select_notebooks(only), source)
     for name in notebooks:
-        _copy(source / "notebooks" / f"{name}.ipynb", target / "notebooks" / f"{name}.ipynb")
+        _copy_notebook(source / "notebooks" / f"{name}.ipynb", target / "notebooks" / f"{name}.ipynb")
         for figure in (source / "figures").glob(f"{name.split('_')[0]}_*"):
             _copy(figure, target / "figures" / figure.name)
     there = {p.parent.name for p in (target / "runs").rglob("done.json")}
@@ -108,6 +110,15 @@ def _executed(profile: str, notebooks: Sequence[Path], source: Path) -> tuple[di
 def _copy(path: Path, to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(path, to)
+
+
+def _copy_notebook(path: Path, to: Path) -> None:
+    """Copy an executed notebook, its pictures in 256 colours each as the saved figures are."""
+    notebook = nbformat.read(path, as_version=4)
+    for output in (o for c in notebook.cells for o in c.get("outputs", ())):
+        if picture := output.get("data", {}).get("image/png"):
+            output["data"]["image/png"] = b64encode(with_palette(b64decode(picture))).decode()
+    write_text_atomic(to, nbformat.writes(notebook) + "\n")
 
 
 def _copy_run(run: Path, to: Path) -> None:

@@ -238,7 +238,7 @@ MUTANTS = [
         'set_title(\\"Easy regime: RAPO 97 %, GRPO 64 %\\")',
     ),
     _m(42, "stats", "sps.t.ppf((1 + confidence) / 2, n - 1)", "sps.norm.ppf((1 + confidence) / 2)"),
-    _m(42, "plots", 'metadata={"Software": None}', "metadata=None"),
+    _m(42, "plots", "with_palette(drawn.getvalue())", "drawn.getvalue()"),
     _m(
         42,
         "stats",

@@ -34,6 +34,7 @@ LOCK = (ROOT / "requirements-lock.txt").read_text(encoding="utf-8").split()
 PINS = {canonicalize_name(name): pin for name, pin in (line.split("==") for line in LOCK)}
 #: Imports that a package of another name provides.
 PROVIDED_BY = {
+    "PIL": "pillow",
     "faiss": "faiss-cpu",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",

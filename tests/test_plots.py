@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 
 from rapo_lib import plots, show
 from rapo_lib.config import load_profile
@@ -220,7 +221,21 @@ def test_health_drawn_twice_is_byte_equal():
 def test_saved_figures_hold_no_version(tmp_path):
     ax = plots.plot_learning_curves(curves(1))
     plots.save_figure(ax.figure, tmp_path / "new" / "a.png")
-    assert b"Software" not in (tmp_path / "new" / "a.png").read_bytes()
+    saved = (tmp_path / "new" / "a.png").read_bytes()
+    assert b"Software" not in saved
+
+
+def test_saved_figures_have_a_palette_and_look_the_same(tmp_path):
+    ax = plots.plot_learning_curves(curves(5))
+    plots.save_figure(ax.figure, tmp_path / "a.png")
+    ax.figure.savefig(tmp_path / "b.png", dpi=100)
+    ours, full = (Image.open(tmp_path / f"{name}.png") for name in "ab")
+    assert ours.mode == "P" and ours.size == full.size
+    difference = np.abs(np.asarray(ours.convert("RGB"), dtype=int) - np.asarray(full.convert("RGB"), dtype=int))
+    assert difference.mean() < 1 and np.quantile(difference, 0.999) < 24
+    saved = (tmp_path / "a.png").read_bytes()
+    assert len(saved) < (tmp_path / "b.png").stat().st_size
+    assert plots.with_palette(saved) == saved
 
 
 # ------------------------------------------------------------------------------------------------ show

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+from base64 import b64decode, b64encode
 from pathlib import Path
 
 import nbformat
 import pytest
+from PIL import Image
 
 from rapo_lib.config import ROOT
 from rapo_lib.driver import NOTEBOOKS, cells_hash
@@ -14,6 +17,7 @@ from rapo_lib.reference import (
     MAX_BYTES,
     README_BLOCK,
     REFERENCE,
+    _copy_notebook,
     add,
     collect,
     main,
@@ -168,3 +172,22 @@ def test_a_notebook_that_was_executed_later_is_added_and_the_rest_stays(tmp_path
     assert {p: manifest["files"][p] for p in before["files"]} == before["files"]
     with pytest.raises(ValueError, match="not executed in their present form: 01_.*; run ./run_all.sh --profile study"):
         add("study", ["01"], source, target)
+
+
+def test_a_copied_notebook_keeps_all_but_the_bytes_of_its_pictures(tmp_path):
+    source = next(
+        p for p in sorted(REFERENCE.glob("notebooks/*.ipynb")) if '"image/png"' in p.read_text(encoding="utf-8")
+    )
+    drawn = io.BytesIO()
+    Image.linear_gradient("L").convert("RGBA").save(drawn, "PNG", pnginfo=None)
+    notebook = nbformat.read(source, as_version=4)
+    pictures = [o["data"] for c in notebook.cells for o in c.get("outputs", ()) if "image/png" in o.get("data", {})]
+    pictures[0]["image/png"] = b64encode(drawn.getvalue()).decode()
+    nbformat.write(notebook, tmp_path / "a.ipynb")
+    _copy_notebook(tmp_path / "a.ipynb", tmp_path / "b.ipynb")
+    copy = nbformat.read(tmp_path / "b.ipynb", as_version=4)
+    slim = [o["data"] for c in copy.cells for o in c.get("outputs", ()) if "image/png" in o.get("data", {})]
+    assert all(Image.open(io.BytesIO(b64decode(d["image/png"]))).mode == "P" for d in slim)
+    for one, other in zip(pictures, slim, strict=True):
+        one["image/png"] = other["image/png"]
+    assert copy == notebook
