@@ -49,6 +49,7 @@ LOOKING_ON = {
     "explorer.py",
     "bench.py",
     "hybrids.py",
+    "local_models.py",
     "study.py",
     "claims.py",
     "transfer.py",
