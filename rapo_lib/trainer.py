@@ -34,6 +34,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
@@ -61,6 +62,8 @@ Reward = Callable[[Rollout, Question, Protocol], float]
 CPU_CHUNK_TOKENS = 2048
 #: The released code's clip range (below, above) and dual clip (arXiv 2603.03078, released scripts).
 RELEASED_CLIP, RELEASED_DUAL_CLIP = (0.2, 0.28), 3.0
+#: Logits (tokens x vocabulary) that are held at once; 256 MiB in float32.
+HEAD_ELEMENTS = 1 << 26
 #: Above this many parameters activations are recomputed in the backward pass.
 CHECKPOINTING_FROM = 100_000_000
 
@@ -108,11 +111,31 @@ def score_tokens(
         x, target = ids[rows_of, columns], wanted[rows_of, columns] & inside
         # Padding stands at the right only, where causal attention never looks: no attention mask. Logits at t - 1
         # predict token t; the first token of a prompt is never scored, so nothing wraps around.
-        logits = model(input_ids=x, logits_to_keep=target.roll(-1, 1), use_cache=False).logits  # (scored, V)
-        chosen, spread = token_logps_and_entropies(logits.float(), x[target], temperature)
+        chosen, spread = _score_chunk(model, x, target.roll(-1, 1), x[target], temperature)
         place = (rows_of.expand_as(columns)[target], columns[target])
         logps, entropies = logps.index_put(place, chosen), entropies.index_put(place, spread)
     return logps[:, n_prompt:], entropies[:, n_prompt:]
+
+
+def _score_chunk(model: Any, x: Tensor, keep: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the chosen ids, whose logits stand at the kept places, both (scored,)."""
+    head = getattr(model, "module", model).get_output_embeddings()
+    if len(chosen) * head.weight.shape[0] <= HEAD_ELEMENTS:
+        logits = model(input_ids=x, logits_to_keep=keep, use_cache=False).logits  # (scored, V)
+        return token_logps_and_entropies(logits.float(), chosen, temperature)
+    # With Qwen's 151,936 ids the logits of a batch are larger than all else: take some tokens at a time, and compute
+    # their logits again in the backward pass. The call still goes through the wrapped model, as DDP needs it.
+    output = model(input_ids=x, logits_to_keep=1, use_cache=False, output_hidden_states=True)
+    hidden = output.hidden_states[-1][keep]  # (scored, hidden), behind the last norm
+
+    def part(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logps_and_entropies(head(h).float(), ids, temperature)
+
+    n = max(1, HEAD_ELEMENTS // head.weight.shape[0])
+    parts = [
+        checkpoint(part, h, ids, use_reentrant=False) for h, ids in zip(hidden.split(n), chosen.split(n), strict=True)
+    ]
+    return torch.cat([logps for logps, _ in parts]), torch.cat([entropies for _, entropies in parts])
 
 
 def _chunks(rows: Sequence[int], lengths: Sequence[int], max_tokens: int | None) -> Iterator[list[int]]:
@@ -181,7 +204,6 @@ def grpo_config(
     method: Method,
     policy: Policy,
     output_dir: Path | str,
-    micro_batch: int | None = None,
     checkpoint_every: int | None = None,
 ) -> GRPOConfig:
     """The GRPOConfig of a run: every setting in which TRL's default is not ours.
@@ -191,7 +213,6 @@ def grpo_config(
         method: whose loss it is.
         policy: the policy to train.
         output_dir: folder of checkpoints.
-        micro_batch: rollouts of one backward pass and process; None: all rollouts of an optimiser step.
         checkpoint_every: RL steps between checkpoints; None: no checkpoints.
 
     Raises:
@@ -200,7 +221,7 @@ def grpo_config(
     n_processes = int(os.environ.get("WORLD_SIZE", "1"))
     rollouts, parts = config.questions_per_step * config.group_size, config.updates_per_step * n_processes
     rows = rollouts // parts
-    micro_batch = rows if micro_batch is None else micro_batch
+    micro_batch = config.micro_batch or rows
     if rollouts % parts or rows % micro_batch:
         raise ValueError(
             f"{rollouts} rollouts do not divide into {config.updates_per_step} optimiser steps x {n_processes} "
@@ -277,7 +298,6 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
         on_rl_step: called at the end of each RL step, on the main process, with a row of metrics (those of
             `rollout_metrics`, clip_frac, negative_factor_frac and seconds) and the RL step's rollouts of all processes.
         callbacks: further transformers callbacks.
-        micro_batch: rollouts of one backward pass and process; None: all rollouts of an optimiser step.
         checkpoint_every: RL steps between checkpoints; None: no checkpoints.
         on_checkpoint: called with the folder of each checkpoint while it is written, to put more files into it.
         when_to_retrieve: draws at each boundary; None: what the method says.
@@ -301,7 +321,6 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
         reward: Reward = pocket_reward,
         on_rl_step: Callable[[dict[str, float], list[Rollout]], None] | None = None,
         callbacks: Sequence[TrainerCallback] = (),
-        micro_batch: int | None = None,
         checkpoint_every: int | None = None,
         on_checkpoint: Callable[[Path], None] | None = None,
         when_to_retrieve: Callable[..., bool] | None = None,
@@ -329,7 +348,7 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
             super().__init__(
                 model=policy.model,
                 reward_funcs=outcome_reward,
-                args=grpo_config(config, method, policy, output_dir, micro_batch, checkpoint_every),
+                args=grpo_config(config, method, policy, output_dir, checkpoint_every),
                 train_dataset=dataset,
                 processing_class=policy.tokenizer,
                 rollout_func=sample_for_trl,
@@ -672,6 +691,9 @@ def train_sft(
     """
     if not rollouts:
         raise ValueError("no trajectories to learn from; select at least one")
+    micro_batch = min(config.micro_batch or batch_size, batch_size)
+    if batch_size % micro_batch:
+        raise ValueError(f"micro_batch is {micro_batch}; it must divide the {batch_size} trajectories of an update")
     saving: dict[str, Any] = dict(save_strategy="no")
     if checkpoint_every is not None:
         saving = dict(save_strategy="steps", save_steps=checkpoint_every)
@@ -682,7 +704,8 @@ def train_sft(
                 output_dir=str(output_dir),
                 **optimiser_settings(config, policy),
                 num_train_epochs=config.sft_epochs,
-                per_device_train_batch_size=batch_size,
+                per_device_train_batch_size=micro_batch,
+                gradient_accumulation_steps=batch_size // micro_batch,
                 **saving,
             ),
             train_dataset=Dataset.from_list([_sft_row(r) for r in rollouts]),
