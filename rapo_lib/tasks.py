@@ -1,12 +1,15 @@
 """Questions: what a row is, where rows come from, and which sets must stay apart.
 
-Notebook 01 shows them. Loaders: JSONL, the pocket sets, verl-format parquet, and Hugging Face datasets by name.
+Notebook 01 shows them. Loaders: JSONL, the pocket sets, verl-format parquet; `benchmarks.py` reads public sets by name.
 """
 
 from __future__ import annotations
 
 import codecs
 import math
+import re
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,10 +156,14 @@ def load_pocket_questions(regime: str, split: str) -> list[Question]:
     return load_questions(checked(POCKET / "questions" / f"{regime}_{split}.jsonl"))
 
 
-def load_verl_questions(path: Path | str, split: str = "") -> list[Question]:
+def load_verl_questions(path: Path | str, split: str = "", repaired: Counter[str] | None = None) -> list[Question]:
     """Read verl-format parquet: `prompt` (chat messages), `reward_model.ground_truth`, `extra_info`.
 
-    The ground truth is a text, a number, a list of these, or `{"target": ..}` around one of them (Search-R1).
+    The ground truth is a text, a number, a list of these, or `{"target": ..}` around one of them (Search-R1). Texts
+    whose LaTeX was read as escapes (a backspace and `oxed` where `\\boxed` was meant) are mended (`mend_escapes`).
+
+    Args:
+        path: the file. split: of the questions. repaired: counts mended rows; None warns of them.
 
     Raises:
         ValueError: names file, row and column that lack or hold something else, or a path that is no parquet file.
@@ -175,8 +182,42 @@ def load_verl_questions(path: Path | str, split: str = "") -> list[Question]:
             f"{path}: not verl format: no column {absent[0]}; it has {', '.join(table.column_names) or 'no columns'}, "
             "and needs prompt and reward_model.ground_truth"
         )
-    rows = (_verl_row(r, f"{path}, row {n}", n, split) for n, r in enumerate(found, 1))
+    rows = [_verl_row(r, f"{path}, row {n}", n, split) for n, r in enumerate(found, 1)]
+    n_mended = sum(_mend_row(row) for row in rows)
+    if n_mended and repaired is not None:
+        repaired[MENDED] += n_mended
+    elif n_mended:
+        warnings.warn(f"{path}: {n_mended} of {len(rows)} rows repaired ({MENDED})", stacklevel=2)
     return make_questions(rows, str(path))
+
+
+#: What `mend_escapes` mends, in words.
+MENDED = "control characters where a backslash and a letter were meant"
+#: Control characters that no question holds on purpose, and those that only stand for LaTeX before certain letters.
+_ESCAPES = {"\x07": r"\a", "\x08": r"\b", "\x0b": r"\v", "\x0c": r"\f"}
+_BEFORE_LATEX = re.compile("\t(?=(?:ext|imes|heta|frac|riangle)(?![a-z]))|\r(?=(?:ight|angle|ho)(?![a-z]))")
+
+
+def mend_escapes(text: str) -> str:
+    """LaTeX whose backslashes were read as escapes: backspace and `oxed` becomes `\\boxed`.
+
+    Example:
+        >>> mend_escapes("put it in \x08oxed{}, 2 \\times 3, 1\\t2")
+        'put it in \\\\boxed{}, 2 \\\\times 3, 1\\t2'
+    """
+    for control, meant in _ESCAPES.items():
+        text = text.replace(control, meant)
+    return _BEFORE_LATEX.sub(lambda m: r"\t" if m[0] == "\t" else r"\r", text)
+
+
+def _mend_row(row: dict[str, Any]) -> bool:
+    """Mend question and gold answers in place; says whether anything was mended."""
+    golds = row["answer"]
+    mended = {"text": mend_escapes(row["text"])}
+    mended["answer"] = mend_escapes(golds) if isinstance(golds, str) else [mend_escapes(g) for g in golds]
+    changed = any(row[k] != v for k, v in mended.items())
+    row.update(mended)
+    return changed
 
 
 def _verl_row(r: Mapping[str, Any], where: str, n: int, split: str) -> dict[str, Any]:
@@ -212,45 +253,6 @@ def _gold(value: Any, where: str) -> str | list[str]:
             f"{where}: {value!r:.60} is {type(value).__name__}; expected text, a number, or a list of these"
         )
     return str(value)
-
-
-def load_hub_questions(
-    name: str, split: str, text: str = "question", answer: str = "answer", **kwargs: Any
-) -> list[Question]:
-    """Questions of a Hugging Face dataset.
-
-    Args:
-        name: dataset on the hub, or a local folder.
-        split: its split.
-        text: column of the question.
-        answer: column of the gold answer; of GSM8K's worked solutions only what follows `####` counts.
-        kwargs: passed to `datasets.load_dataset`.
-
-    Raises:
-        ValueError: a data set that cannot be loaded, a column that lacks, or a row without text or gold answer; or
-            trust_remote_code: no code that comes with data is run.
-    """
-    import datasets
-
-    if "trust_remote_code" in kwargs:
-        raise ValueError("trust_remote_code is never passed on: no code that comes with data is run; leave it out")
-    try:
-        data = datasets.load_dataset(name, split=split, **kwargs)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
-        first = (str(e).splitlines() or [""])[0]
-        raise ValueError(f"cannot load the data set {name!r}, split {split!r}: {first}") from e
-    for column in (text, answer):
-        if column not in data.column_names:
-            raise ValueError(f"{name}: no column {column!r}; it has {', '.join(data.column_names)}")
-
-    def row_of(n: int, r: Mapping[str, Any]) -> dict[str, Any]:
-        value = r[answer]
-        value = value.rsplit("####", 1)[-1].strip() if isinstance(value, str) else value
-        gold = _gold(value, f"{name}, {split}, row {n + 1}, column {answer}")
-        return {"id": f"{name}-{split}-{n}", "text": r[text], "answer": gold}
-
-    rows = (row_of(n, r) for n, r in enumerate(data))
-    return make_questions(rows, f"{name}, {split}")
 
 
 def check_name(kind: str, name: str, allowed: Sequence[str]) -> None:

@@ -68,6 +68,8 @@ class Tool(Protocol):
 
 # -------------------------------------------------------------------------------------------------- search
 
+#: How often a word of a title counts where texts are searched, too.
+TITLE_WEIGHT = 8
 _WORD = re.compile(r"\w+")
 
 
@@ -76,11 +78,12 @@ def _words(text: str) -> list[str]:
 
 
 class SearchTool:
-    """BM25 over document titles; equal scores go to the lowest document id.
+    """BM25 over document titles, or over all of them; equal scores go to the lowest document id.
 
     Args:
         documents: rows with `title` and `text`.
         top_k: documents shown. With 1 the agent reads the text alone, with more `title: text` lines.
+        over: `title` searches titles only, `all` titles and texts.
 
     Raises:
         ValueError: no documents, or a row without title or text.
@@ -95,8 +98,10 @@ class SearchTool:
     name = "search"
     deterministic = True
 
-    def __init__(self, documents: Sequence[Mapping[str, str]], top_k: int = 1) -> None:
+    def __init__(self, documents: Sequence[Mapping[str, str]], top_k: int = 1, over: str = "title") -> None:
         import bm25s
+
+        check_name("value of over", over, ("title", "all"))
 
         if top_k < 1:
             raise ValueError(f"top_k is {top_k}; at least 1")
@@ -104,6 +109,8 @@ class SearchTool:
             if not (isinstance(row.get("title"), str) and isinstance(row.get("text"), str)):
                 raise ValueError(f"document {n} has no title or no text: {dict(row)!r}")
         words = [_words(d["title"]) for d in documents]
+        if over == "all":  # a word of the title counts as often as TITLE_WEIGHT words of the text
+            words = [w * TITLE_WEIGHT + _words(d["text"]) for w, d in zip(words, documents, strict=True)]
         if not any(words):
             raise ValueError("search has no document with a word in its title")
         self.top_k = top_k

@@ -34,8 +34,8 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 

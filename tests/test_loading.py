@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import json
 import math
 import os
@@ -30,7 +29,6 @@ from rapo_lib.pocket.files import POCKET, SUMS, checked, verify_checksums
 from rapo_lib.policy import ADAPTER_FILES, BASE_FILE, add_lora, load_adapter, load_policy, load_tokenizer, save_adapter
 from rapo_lib.rollout import SamplingLimits
 from rapo_lib.tasks import (
-    load_hub_questions,
     load_pocket_questions,
     load_questions,
     load_verl_questions,
@@ -89,8 +87,11 @@ def faults(code: str) -> list[str]:
     return out
 
 
-#: The pocket build starts a model from the one that it has just written itself.
-OWN = {"rapo_lib/pocket/train.py": ["Qwen3ForCausalLM.from_pretrained without use_safetensors=True"]}
+#: The pocket build starts a model from the one that it has just written itself; GGUF, too, holds numbers alone.
+OWN = {
+    "rapo_lib/pocket/train.py": ["Qwen3ForCausalLM.from_pretrained without use_safetensors=True"],
+    "rapo_lib/local_models.py": ["AutoModelForCausalLM.from_pretrained without use_safetensors=True"],
+}
 
 
 def test_no_code_unpickles_or_trusts_code_that_comes_with_a_model():
@@ -704,26 +705,6 @@ def test_any_bytes_put_into_a_file_are_an_error_that_names_it_or_questions(tmp_p
         assert str(path) in str(e)
     else:
         assert all(q.text.strip() and q.answers for q in questions)
-
-
-def test_hub_questions_refuse_foreign_code_missing_columns_and_empty_answers(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    load = functools.partial(load_hub_questions, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match="trust_remote_code is never passed on"):
-        load("x", "train", trust_remote_code=True)
-    with pytest.raises(ValueError, match="cannot load the data set '.*gone', split 'train'"):
-        load(str(tmp_path / "gone"), "train")
-    (tmp_path / "set").mkdir()
-    save_jsonl(tmp_path / "set" / "train.jsonl", [{"question": "6 * 7?", "answer": "as 6 * 7 = 42\n#### 42"}])
-    assert load(str(tmp_path / "set"), "train")[0].answer == "42"
-    with pytest.raises(ValueError, match="no column 'gold'; it has question, answer"):
-        load(str(tmp_path / "set"), "train", answer="gold")
-    (tmp_path / "none").mkdir()
-    save_jsonl(
-        tmp_path / "none" / "train.jsonl", [{"question": "a?", "answer": "b"}, {"question": "c?", "answer": None}]
-    )
-    with pytest.raises(ValueError, match="row 2, column answer: None is NoneType"):
-        load(str(tmp_path / "none"), "train")
 
 
 def test_an_evaluation_without_questions_is_refused(tiny_policy):
