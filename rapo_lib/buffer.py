@@ -30,6 +30,7 @@ import faiss
 import numpy as np
 import pandas as pd
 
+from rapo_lib.tasks import check_name
 from rapo_lib.traces import (
     ACTIONS,
     TAGS,
@@ -451,6 +452,16 @@ class MiniLMEncoder(Encoder):
 
 
 ENCODERS: dict[str, Callable[[], Encoder]] = {"tfidf": TfidfEncoder, "minilm": MiniLMEncoder}
+
+
+def make_encoder(name: str) -> Encoder:
+    """A new encoder by its name in ENCODERS.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    check_name("encoder", name, list(ENCODERS))
+    return ENCODERS[name]()
 
 
 def _minilm_folder() -> Path:

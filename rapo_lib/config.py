@@ -50,12 +50,19 @@ class RunConfig:
 
     method: str = _f("rapo", "name in methods.METHODS: which arguments rollout and objective get")
     seed: int = _f(0, "seed of every random stream of the run")
+    questions: str = _f(
+        "pocket", "question set: pocket, a name in benchmarks.py, or a folder with train, validation and test files"
+    )
     regime: str = _f("exploration", "pocket questions: exploration, halfway or easy", source="feasibility")
+    search: str = _f("", "address of a Search-R1-compatible server; empty: the question set's own documents")
     student: str = _f("data/pocket/models/student", "policy to train: folder or hub name")
     buffer: str = _f(
         "teacher",
         "teachers of the step-trace buffer: teacher, weak, .., several as teacher+weak, teacher&weak (the first one's, "
         "at most as many of a question as the second has), or a JSONL path",
+    )
+    encoder: str = _f(
+        "tfidf", "of the buffer's keys: tfidf, or minilm as in the paper", source=f"{_P}, settings (minilm)"
     )
     n_trajectories: int = _f(0, "trajectories that buffer, SFT and LUFFY get, drawn by the seed; 0: all", source="ours")
     rl_steps: int = _f(40, "RL steps: one rollout batch and `updates_per_step` optimiser steps each")

@@ -170,10 +170,10 @@ def summarise_skills(table: pd.DataFrame) -> pd.DataFrame:
         table: from `evaluate`, with `calls_<skill>` and `right_<skill>`.
 
     Returns:
-        One row a skill: skill, family, hard, calls, right, rate (NaN without calls).
+        One row a skill: skill, family, hard, calls, right, rate (NaN without calls). No row for other question sets.
     """
     rows = []
-    for skill in SKILLS.values():
+    for skill in (s for s in SKILLS.values() if f"calls_{s.name}" in table):
         calls, right = (int(table[f"{kind}_{skill.name}"].sum()) for kind in ("calls", "right"))
         rate = right / calls if calls else math.nan
         rows.append(

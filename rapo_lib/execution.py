@@ -18,7 +18,16 @@ import numpy as np
 import pandas as pd
 import torch
 
-from rapo_lib.buffer import TOP_K, Retriever, StepTraceBuffer, import_traces_jsonl, make_traces, select_trajectories
+from rapo_lib.benchmarks import load_benchmark, make_toolbox, tools_needed
+from rapo_lib.buffer import (
+    TOP_K,
+    Retriever,
+    StepTraceBuffer,
+    import_traces_jsonl,
+    make_encoder,
+    make_traces,
+    select_trajectories,
+)
 from rapo_lib.checkpoints import latest_checkpoint, refuse_other_run
 from rapo_lib.config import RunConfig, child_rng
 from rapo_lib.evaluate import evaluate, summarise_skills
@@ -28,8 +37,8 @@ from rapo_lib.pocket.files import POCKET, checked
 from rapo_lib.policy import Policy, add_lora, load_policy, load_tokenizer, save_adapter
 from rapo_lib.rollout import SamplingLimits
 from rapo_lib.runs import WORK, buffer_teachers
-from rapo_lib.tasks import Question, check_disjoint, load_pocket_questions, required_tools
-from rapo_lib.tools import make_pocket_toolbox
+from rapo_lib.tasks import SPLITS, Question, check_disjoint, load_pocket_questions, required_tools
+from rapo_lib.tools import Toolbox, make_pocket_toolbox
 from rapo_lib.traces import (
     Protocol,
     Rollout,
@@ -71,10 +80,10 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     """
     torch.set_num_threads(config.threads)
     method = get_method(config.method)
-    train, validation, test = (load_pocket_questions(config.regime, s) for s in ("train", "validation", "test"))
+    train, validation, test = (questions_of(config, split) for split in SPLITS)
     check_disjoint(train, [*validation, *test])
-    toolbox = make_pocket_toolbox("train")
-    toolbox.require(required_tools(train))
+    toolbox = toolbox_of(config, "train")
+    toolbox.require(required_tools(train) if config.questions == "pocket" else tools_needed(config.questions))
     policy = add_lora(load_policy(config.student), config.lora_r, config.seed)
     teacher = load_trajectories(config, policy.protocol, train) if method.imitates else []
     check_disjoint([r.question_id for r in teacher], [*validation, *test])
@@ -95,6 +104,22 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
         trainer = RAPOTrainer(policy, train, toolbox, retriever, config, method, work, **how)
         trainer.train(resume_from_checkpoint=True)
     return recorder.finish(test[: config.n_final])
+
+
+def questions_of(config: RunConfig, split: str) -> list[Question]:
+    """The questions of one split of a run's question set."""
+    if config.questions == "pocket":
+        return load_pocket_questions(config.regime, split)
+    return load_benchmark(config.questions, split)
+
+
+def toolbox_of(config: RunConfig, split: str) -> Toolbox:
+    """The tools of a run's question set, over the facts of one split where splits differ in them."""
+    if config.questions != "pocket":
+        return make_toolbox(config.questions, split, config.search)
+    if config.search:
+        raise ValueError(f"search is {config.search!r}, but pocket questions are about facts that no server knows")
+    return make_pocket_toolbox(split)
 
 
 def load_trajectories(config: RunConfig, protocol: Protocol, questions: Sequence[Question]) -> list[Rollout]:
@@ -165,11 +190,11 @@ def make_buffer(config: RunConfig, protocol: Protocol, questions: Sequence[Quest
     if "segments" not in next(load_jsonl(checked(first))):
         if config.n_trajectories:
             raise ValueError(f"n_trajectories is {config.n_trajectories}, but {first} holds single steps; allowed: 0")
-        return StepTraceBuffer.build(import_traces_jsonl(first))
+        return StepTraceBuffer.build(import_traces_jsonl(first), make_encoder(config.encoder))
     traces = []
     for path, chosen in choose_trajectories(config, protocol):
         traces += make_traces(chosen, questions, protocol_of(path, protocol), path.stem.split("_")[0], TOP_K)
-    return StepTraceBuffer.build(traces)
+    return StepTraceBuffer.build(traces, make_encoder(config.encoder))
 
 
 def make_retriever(
@@ -197,7 +222,7 @@ class Recorder:
     def __init__(self, config: RunConfig, folder: Path, policy: Policy, questions: Sequence[Question]) -> None:
         self.config, self.folder, self.policy, self.questions = config, folder, policy, list(questions)
         self.limits = SamplingLimits.of(config)
-        self.toolbox = make_pocket_toolbox("validation")
+        self.toolbox = toolbox_of(config, "validation")
         self.guard = CollapseGuard()
         self.metrics: list[dict[str, Any]] = []
         self.evals: list[dict[str, Any]] = []
@@ -279,7 +304,7 @@ class Recorder:
     def finish(self, questions: Sequence[Question]) -> dict[str, Any]:
         """Answer the test questions, sampled and greedy, and save everything."""
         self._pause()
-        toolbox, tables, facts = make_pocket_toolbox("test"), [], {}
+        toolbox, tables, facts = toolbox_of(self.config, "test"), [], {}
         for greedy in (False, True):
             table = self._answer(questions, toolbox, greedy=greedy)
             tables.append(table.assign(greedy=greedy))
@@ -324,9 +349,7 @@ class Recorder:
             "n": len(table),
             "pass@1": float(table["correct"].mean()),
         }
-        skills = {
-            f"rate_{skill}": rate for skill, rate in summarise_skills(table)[["skill", "rate"]].itertuples(index=False)
-        }
+        skills = {f"rate_{r['skill']}": r["rate"] for r in summarise_skills(table).to_dict("records")}
         self.evals.append(row | {"train_sec": self.train_sec, "generated_tokens": generated} | skills)
 
     def _keep(self, step: int, rollouts: list[Rollout]) -> None:

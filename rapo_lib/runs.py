@@ -51,6 +51,7 @@ LOOKING_ON = {
     "hybrids.py",
     "local_models.py",
     "study.py",
+    "teach.py",
     "claims.py",
     "transfer.py",
     "peek.py",
@@ -140,6 +141,8 @@ def _acting_modules() -> list[Path]:
 
 
 def _data_of(config: RunConfig) -> list[Path]:
+    if config.questions != "pocket":
+        return [Path(config.questions), ROOT / config.student, *buffer_paths(config)]
     pocket = DATA / "pocket"
     questions = [pocket / "questions" / f"{config.regime}_{split}.jsonl" for split in ("train", "validation", "test")]
     return [*questions, pocket / "wiki", pocket / "python_prelude.py", ROOT / config.student, *buffer_paths(config)]
