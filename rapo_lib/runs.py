@@ -52,6 +52,7 @@ LOOKING_ON = {
     "local_models.py",
     "study.py",
     "teach.py",
+    "serve.py",
     "claims.py",
     "transfer.py",
     "peek.py",

@@ -7,6 +7,7 @@ Wikipedia dump (arXiv 2603.03078, settings): that is what a server behind `HTTPS
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import re
@@ -16,6 +17,7 @@ import urllib.request
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +25,7 @@ import numpy as np
 from .pocket.files import POCKET, checked
 from .sandbox import Sandbox, shared_sandbox
 from .tasks import SPLITS, check_name
-from .traces import ACTIONS, load_jsonl
+from .traces import ACTIONS, load_jsonl, write_text_atomic
 
 #: Bytes that a search server may answer with; hundreds of queries with long passages stay far below.
 MAX_REPLY_BYTES = 64 << 20
@@ -132,16 +134,20 @@ class SearchTool:
 
     def top_ids(self, query: str) -> list[int]:
         """Ids of the best documents, at most top_k, best first; those with score 0 are no hits."""
+        return [i for i, _ in self.scored_ids(query, self.top_k)]
+
+    def scored_ids(self, query: str, top_k: int) -> list[tuple[int, float]]:
+        """(id, BM25 score) of the best documents, best first; those with score 0 are no hits."""
         scores = np.zeros(len(self._documents), np.float32)  # (documents,)
         for word in _words(query):
             if word in self._postings:
                 ids, values = self._postings[word]
                 scores[ids] += values
-        if self.top_k == 1:
+        if top_k == 1:
             best = [int(scores.argmax())]  # argmax takes the first of equal ones
         else:
-            best = np.argsort(-scores, kind="stable")[: self.top_k].tolist()
-        return [i for i in best if scores[i] > 0]
+            best = np.argsort(-scores, kind="stable")[:top_k].tolist()
+        return [(i, float(scores[i])) for i in best if scores[i] > 0]
 
     def _show(self, ids: list[int]) -> ToolResult:
         if not ids:
@@ -159,26 +165,53 @@ class HTTPSearchTool:
         url: address of the server, without `/retrieve`.
         top_k: documents a query.
         timeout_sec: seconds for one request.
-        retries: further attempts after a time-out, a refused connection or a 5xx answer.
+        retries: further attempts after a time-out, a refused connection, or an answer 429 or 5xx.
+        cache: folder in which answers are kept, for several processes and for later runs; None keeps none (a toolbox
+            still remembers those of its own process).
     """
 
     name = "search"
     deterministic = False
 
-    def __init__(self, url: str, top_k: int = 3, timeout_sec: float = 10.0, retries: int = 2) -> None:
+    def __init__(
+        self, url: str, top_k: int = 3, timeout_sec: float = 10.0, retries: int = 2, cache: Path | str | None = None
+    ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url is {url!r}; it must start with http:// or https://")
         self.url = url.rstrip("/") + "/retrieve"
         self.top_k = top_k
         self.timeout_sec = timeout_sec
         self.retries = retries
+        self.cache = Path(cache) if cache is not None else None
 
     def run(self, queries: Sequence[str]) -> list[ToolResult]:
-        """One request for all queries; when it fails, every query gets the same named error."""
+        """One request for all queries that are not kept; when it fails, each of these gets the same named error."""
+        kept = {q: self._recall(q) for q in queries} if self.cache else {}
+        new = [q for q in dict.fromkeys(queries) if not kept.get(q)]
         try:
-            return [self._show(hits) for hits in self._retrieve(queries)]
+            found = dict(zip(new, map(self._show, self._retrieve(new)), strict=True)) if new else {}
         except (OSError, ValueError) as e:
-            return [failed(str(e))] * len(queries)
+            found = dict.fromkeys(new, failed(str(e)))
+        else:
+            self._keep(found)
+        return [found[q] if q in found else kept[q] for q in queries]
+
+    def _place(self, query: str) -> Path:
+        key = json.dumps([self.url, self.top_k, query]).encode()
+        return self.cache / f"{hashlib.blake2b(key, digest_size=16).hexdigest()}.json"
+
+    def _recall(self, query: str) -> ToolResult | None:
+        """A kept answer; a file that is damaged or about another query is as good as none."""
+        try:
+            row = json.loads(self._place(query).read_text(encoding="utf-8"))
+            return ToolResult(row["text"], row["ok"], row["error"]) if row["query"] == query else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _keep(self, found: Mapping[str, ToolResult]) -> None:
+        for query, r in found.items() if self.cache else ():
+            row = {"query": query, "text": r.text, "ok": r.ok, "error": r.error}
+            write_text_atomic(self._place(query), json.dumps(row) + "\n")
 
     def check(self) -> None:
         """Raise RuntimeError when the server does not answer as it should."""
@@ -205,7 +238,7 @@ class HTTPSearchTool:
                 break
             except urllib.error.HTTPError as e:
                 error = f"{self.url} answered {e.code} {e.reason}"
-                if e.code < 500:
+                if e.code < 500 and e.code != 429:
                     raise OSError(error) from None
             except (OSError, http.client.HTTPException) as e:
                 error = f"{self.url} did not answer: {getattr(e, 'reason', None) or e}"
@@ -228,8 +261,9 @@ class HTTPSearchTool:
         if hits == []:
             return failed("no document matches", NONE)
         try:
-            contents = [h["document"]["contents"] for h in hits]
-        except (KeyError, TypeError):
+            # With scores a hit is {"document": .., "score": ..}; some servers leave the wrapper out.
+            contents = [(h.get("document") or h)["contents"] for h in hits]
+        except (KeyError, TypeError, AttributeError):
             contents = [None]
         if not (isinstance(hits, list) and all(isinstance(c, str) for c in contents)):
             raise ValueError(f"{self.url}: expected a list of hits with a text document.contents, got {hits!r:.200}")
