@@ -4,12 +4,12 @@
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
-PROFILES="smoke pocket study qwen"
+PROFILES="smoke pocket study qwen paper"
 COMMANDS="test lab html"
 
 usage() {
   cat <<USAGE
-usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh]
+usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh] [--dry-run]
        ./run_all.sh test [pytest options] | lab [JupyterLab options] | html [--profile NAME]
 
   (nothing)        run all notebooks with the profile pocket; finished work is kept, interrupted work goes on
@@ -17,6 +17,7 @@ usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh]
   --only LIST      only these notebooks, by number: 05,06
   --jobs N         training runs at once, one thread each (default: the profile's)
   --fresh          do finished notebooks and their runs again
+  --dry-run        print what would be done (runs, steps, tokens, hours), and do nothing
   test             run the tests
   lab              open JupyterLab in notebooks/
   html             export the executed notebooks of a profile as HTML pages
@@ -30,7 +31,7 @@ say() { printf '%s\n' "$*" >&2; }
 one_of() { case " $2 " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 
 # ------------------------------------------------------------------------------------------- arguments
-command=notebooks profile=pocket only="" jobs="" fresh="" extra=()
+command=notebooks profile=pocket only="" jobs="" fresh="" dry="" extra=()
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
   one_of "$1" "$COMMANDS" || refuse "unknown command '$1'; valid: ${COMMANDS// /, }, or options only (see --help)"
   command=$1; shift
@@ -41,9 +42,10 @@ while [ $# -gt 0 ]; do
   case $command in test|lab) extra+=("$option"); shift; continue ;; esac
   case $option in
     --fresh) fresh=--fresh; shift; continue ;;
+    --dry-run) dry=--dry-run; shift; continue ;;
     --profile=*|--only=*|--jobs=*) value=${option#*=} option=${option%%=*}; shift ;;
     --profile|--only|--jobs) [ $# -gt 1 ] || refuse "$option needs a value"; value=$2; shift 2 ;;
-    *) refuse "unknown option '$option'; valid: --profile, --only, --jobs, --fresh, --help" ;;
+    *) refuse "unknown option '$option'; valid: --profile, --only, --jobs, --fresh, --dry-run, --help" ;;
   esac
   case $option in
     --profile) one_of "$value" "$PROFILES" || refuse "unknown profile '$value'; valid: ${PROFILES// /, }"; profile=$value ;;
@@ -51,7 +53,7 @@ while [ $# -gt 0 ]; do
     --jobs) [[ $value =~ ^[1-9][0-9]*$ ]] || refuse "--jobs is '$value'; expected a whole number from 1 up"; jobs=$value ;;
   esac
 done
-if [ "$command" = html ] && [ -n "$only$jobs$fresh" ]; then refuse "html takes only --profile"; fi
+if [ "$command" = html ] && [ -n "$only$jobs$fresh$dry" ]; then refuse "html takes only --profile"; fi
 
 # ----------------------------------------------------------------------------------------- environment
 export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false PYTHONUTF8=1 JUPYTER_PREFER_ENV_PATH=1
@@ -136,5 +138,5 @@ case $command in
   html) exec "$ENV/bin/python" -m rapo_lib.runs html --profile "$profile" ;;
   notebooks)
     exec "$ENV/bin/python" -m rapo_lib.runs notebooks --profile "$profile" \
-      ${only:+--only "$only"} ${jobs:+--jobs "$jobs"} ${fresh:+"$fresh"} ;;
+      ${only:+--only "$only"} ${jobs:+--jobs "$jobs"} ${fresh:+"$fresh"} ${dry:+"$dry"} ;;
 esac

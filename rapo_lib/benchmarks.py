@@ -1,4 +1,4 @@
-"""Question sets by name: the paper's 14, an arithmetic set, real facts of the world; and the tools that each needs.
+"""Question sets by name: those of the paper, an arithmetic set, real facts of the world; and the tools that each needs.
 
 `load_benchmark("gsm8k", "train")` reads from the Hugging Face hub, or from a local folder with the set's files. A row
 becomes a `tasks.Question`; rows that cannot be used are left out with a reason, and a `LoadReport` says how many.

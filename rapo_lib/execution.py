@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -62,7 +63,8 @@ STATE = "recorder.json"
 def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     """Train one policy and write metrics, evaluations, some rollouts and the adapter.
 
-    Where the folder holds a checkpoint of this run, it goes on from there and ends as if it had never stopped.
+    Where the folder holds a checkpoint of this run, it goes on from there and ends as if it had never stopped. Under
+    torchrun every process samples and learns from its share of the rollouts; the first one evaluates and writes.
 
     Args:
         config: the run. folder: where metrics.parquet, evals.parquet, final.parquet, rollouts.jsonl, adapter/
@@ -71,7 +73,8 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
 
     Returns:
         Facts for done.json: `pass@1` on the test questions, sampled and greedy, training seconds, the best
-        validation, alarms of the collapse guard, and the steps at which it was taken up again.
+        validation, alarms of the collapse guard, and the steps at which it was taken up again. Empty in processes
+        other than the first.
 
     Raises:
         RuntimeError: a tool that the questions need is missing.
@@ -94,7 +97,9 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
     checkpoint = latest_checkpoint(work)
     if method.trained_by == "sft+rl" and checkpoint is None:
         train_sft(policy, teacher, config, work / "sft", checkpoint_every=SFT_EVERY)
-    recorder.begin(checkpoint)
+    first = int(os.environ.get("RANK", "0")) == 0
+    if first:
+        recorder.begin(checkpoint)
     if method.trained_by == "sft":
         how = {"on_update": recorder.on_update, "checkpoint_every": SFT_EVERY, "on_checkpoint": recorder.save_state}
         train_sft(policy, teacher, config, work, **how)
@@ -103,7 +108,7 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
         how["teacher"] = teacher if method.off_policy else []
         trainer = RAPOTrainer(policy, train, toolbox, retriever, config, method, work, **how)
         trainer.train(resume_from_checkpoint=True)
-    return recorder.finish(test[: config.n_final])
+    return recorder.finish(test[: config.n_final]) if first else {}
 
 
 def questions_of(config: RunConfig, split: str) -> list[Question]:

@@ -15,6 +15,7 @@ import copy
 import hashlib
 import inspect
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ def load_policy(
     Args:
         name_or_folder: a folder (absolute, or relative to here or to the repository) or a hub name.
         dtype: default float32 on CPU and bfloat16 on CUDA.
-        device: default CUDA when there is one.
+        device: default the process's own GPU when there is one.
         system_prompt: default `SYSTEM_PROMPT`; empty when the tokenizer has the tags as ids of their own, since
             such a model was trained on the protocol.
 
@@ -105,7 +106,8 @@ def load_policy(
         ValueError: neither a folder with a model nor a name that can be loaded, or a folder with damaged files,
             with weights in another format, or whose weights, config.json and tokenizer do not fit each other.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    own_gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"  # under torchrun each process has one
+    device = torch.device(device or (own_gpu if torch.cuda.is_available() else "cpu"))
     dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     source = _model_source(name_or_folder)
     try:

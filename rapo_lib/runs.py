@@ -49,6 +49,7 @@ LOOKING_ON = {
     "explorer.py",
     "bench.py",
     "hybrids.py",
+    "launch.py",
     "local_models.py",
     "study.py",
     "teach.py",
@@ -661,6 +662,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--only", default="", help="numbers such as 05,06")
     p.add_argument("--jobs", type=int, help="training runs at once (default: the profile's)")
     p.add_argument("--fresh", action="store_true", help="do finished notebooks and their runs again")
+    p.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
     p = commands.add_parser("html", help="export the executed notebooks as HTML pages")
     p.add_argument("--profile", default="pocket", choices=list(PROFILES))
     p = commands.add_parser("worker", help="used by run_many")
@@ -674,6 +676,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if a.command == "html":
         return driver.export_html(a.profile)
+    if a.dry_run:
+        from rapo_lib import launch
+
+        return launch.print_plans(load_profile(a.profile), a.jobs)
     return driver.run_notebooks(
         load_profile(a.profile), only=[x for x in a.only.split(",") if x], jobs=a.jobs, fresh=a.fresh
     )

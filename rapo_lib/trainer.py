@@ -53,7 +53,7 @@ from rapo_lib.objective import (
 )
 from rapo_lib.policy import Policy
 from rapo_lib.rewards import pocket_reward
-from rapo_lib.rollout import RolloutBatch, RolloutRequest, SamplingLimits, sample_rollouts
+from rapo_lib.rollout import RolloutBatch, RolloutRequest, RolloutStats, SamplingLimits, sample_rollouts
 from rapo_lib.tasks import Question
 from rapo_lib.traces import Protocol, Rollout
 
@@ -385,16 +385,22 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
             place = (offset + i) % self.config.group_size  # a call may hold only part of a group
             requests.append(RolloutRequest(self.questions[row], place, hybrid=place >= n_on))
         taught = [self._teachers_rollout(r) for r in requests]
-        batch = self.sampler(
-            self.policy,
-            [r for r, t in zip(requests, taught, strict=True) if t is None],
-            self.toolbox,
-            limits=SamplingLimits.of(self.config),
-            seed=self.config.seed,
-            stream=("train", self.rl_step),
-            temperature=self.config.temperature,
-            retriever=self.retriever,
-            when_to_retrieve=self.when_to_retrieve,
+        mine = [r for r, t in zip(requests, taught, strict=True) if t is None]
+        # A process of several may hold nothing but the teacher's rollouts.
+        batch = (
+            RolloutBatch([], RolloutStats())
+            if not mine
+            else self.sampler(
+                self.policy,
+                mine,
+                self.toolbox,
+                limits=SamplingLimits.of(self.config),
+                seed=self.config.seed,
+                stream=("train", self.rl_step),
+                temperature=self.config.temperature,
+                retriever=self.retriever,
+                when_to_retrieve=self.when_to_retrieve,
+            )
         )
         own = iter(batch.rollouts)
         rollouts = [next(own) if t is None else t for t in taught]
@@ -691,9 +697,14 @@ def train_sft(
     """
     if not rollouts:
         raise ValueError("no trajectories to learn from; select at least one")
-    micro_batch = min(config.micro_batch or batch_size, batch_size)
-    if batch_size % micro_batch:
-        raise ValueError(f"micro_batch is {micro_batch}; it must divide the {batch_size} trajectories of an update")
+    n_processes = int(os.environ.get("WORLD_SIZE", "1"))
+    rows = batch_size // n_processes
+    micro_batch = min(config.micro_batch or rows, rows)
+    if batch_size % n_processes or rows % micro_batch:
+        raise ValueError(
+            f"{batch_size} trajectories of an update do not divide into {n_processes} processes x micro-batches of "
+            f"{micro_batch}; change micro_batch or the number of processes"
+        )
     saving: dict[str, Any] = dict(save_strategy="no")
     if checkpoint_every is not None:
         saving = dict(save_strategy="steps", save_steps=checkpoint_every)
@@ -705,7 +716,7 @@ def train_sft(
                 **optimiser_settings(config, policy),
                 num_train_epochs=config.sft_epochs,
                 per_device_train_batch_size=micro_batch,
-                gradient_accumulation_steps=batch_size // micro_batch,
+                gradient_accumulation_steps=rows // micro_batch,
                 **saving,
             ),
             train_dataset=Dataset.from_list([_sft_row(r) for r in rollouts]),
