@@ -30,6 +30,7 @@ import faiss
 import numpy as np
 import pandas as pd
 
+from rapo_lib.embeddings import encode_kept
 from rapo_lib.tasks import check_name
 from rapo_lib.traces import (
     ACTIONS,
@@ -245,11 +246,13 @@ class Encoder:
     """Turns texts into unit vectors; one object serves keys and queries.
 
     A subclass sets `name` and `dim` and writes `encode`. One that learns from the keys also writes `fit`,
-    `state` and `load_state`. `settings` (JSON values) and `state` decide whether a saved buffer fits.
+    `state` and `load_state`. `settings` (JSON values) and `state` decide whether a saved buffer fits. `costly` ones
+    have their rows kept on disk.
     """
 
     name: str = ""
     dim: int = 0
+    costly: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -397,6 +400,7 @@ class MiniLMEncoder(Encoder):
 
     name = "minilm"
     dim = 384
+    costly = True
     MAX_TOKENS = 256
 
     def __init__(self, path: Path | str | None = None, batch_size: int = 32, remember: int = 20_000) -> None:
@@ -553,12 +557,21 @@ class StepTraceBuffer:
         self._spans: dict[int, str] = {}
 
     @classmethod
-    def build(cls, traces: Sequence[StepTrace], encoder: Encoder | None = None) -> StepTraceBuffer:
+    def build(
+        cls,
+        traces: Sequence[StepTrace],
+        encoder: Encoder | None = None,
+        index: str = "exact",
+        cache: Path | str | None = None,
+    ) -> StepTraceBuffer:
         """Fit the encoder on the keys, encode them, and index the rows.
 
         Args:
             traces: N step traces, of one teacher or of several; none is allowed (nothing is ever found then).
             encoder: tf-idf when None.
+            index: a key of INDEXES. Both keep the rows themselves, and scores are always taken from these: an
+                approximate index may miss a neighbour, but it never misjudges one.
+            cache: folder in which rows of a costly encoder are kept; None keeps none.
 
         Raises:
             ValueError: a key without a word that the encoder knows, or rows of the wrong shape or length.
@@ -566,13 +579,11 @@ class StepTraceBuffer:
         encoder = TfidfEncoder() if encoder is None else encoder
         keys = _keys(traces)
         encoder.fit(keys)
-        rows = np.ascontiguousarray(encoder.encode(keys), dtype=np.float32)
+        kept = cache is not None and encoder.costly
+        rows = np.ascontiguousarray(encode_kept(encoder, keys, cache) if kept else encoder.encode(keys), np.float32)
         _check_rows(rows, keys, encoder)
-        index = faiss.IndexFlatIP(encoder.dim)
-        if keys:
-            index.add(rows)
         cut = sum(map(encoder.is_cut, keys)) / max(len(keys), 1)
-        return cls(traces, encoder, index, cut)
+        return cls(traces, encoder, make_index(index, rows), cut)
 
     def __len__(self) -> int:
         return len(self.traces)
@@ -697,6 +708,7 @@ class StepTraceBuffer:
             "encoder": self.encoder.name,
             "settings": self.encoder.settings,
             "dim": self.encoder.dim,
+            "index": index_kind(self.index),
             "n_traces": len(self),
             "n_keys": self.index.ntotal,
             "n_questions": len(self._codes),
@@ -731,6 +743,8 @@ class StepTraceBuffer:
         encoder.load_state(state)
         traces = _read_traces(folder / "traces.jsonl")
         index = faiss.deserialize_index(np.fromfile(folder / "index.faiss", np.uint8))
+        if index_kind(index) != (want := sidecar.get("index", "exact")):
+            raise ValueError(f"{folder}: index.faiss is {index_kind(index)}, buffer.json says {want}; build it again")
         for what, found, want in (
             ("traces", len(traces), sidecar["n_traces"]),
             ("different keys", len(_keys(traces)), index.ntotal),
@@ -807,8 +821,47 @@ def _encoded(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
     return rows
 
 
+#: Neighbours of a node, and candidates kept while the graph is built and searched (arXiv 1603.09320).
+HNSW_NEIGHBOURS, HNSW_BUILD, HNSW_SEARCH = 32, 80, 64
+
+
+def _hnsw(dim: int) -> Any:
+    index = faiss.IndexHNSWFlat(dim, HNSW_NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
+    index.hnsw.efConstruction, index.hnsw.efSearch = HNSW_BUILD, HNSW_SEARCH
+    return index
+
+
+#: Index by name: every row is compared, or a graph of neighbours is walked (for 100,000 keys and more).
+INDEXES: dict[str, Callable[[int], Any]] = {"exact": faiss.IndexFlatIP, "hnsw": _hnsw}
+
+
+def make_index(kind: str, rows: np.ndarray) -> Any:
+    """An index over unit rows (N, D) in float32.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    check_name("index", kind, list(INDEXES))
+    index = INDEXES[kind](rows.shape[1])
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)  # several threads build another graph each time
+    try:
+        if len(rows):
+            index.add(rows)
+    finally:
+        faiss.omp_set_num_threads(threads)
+    return index
+
+
+def index_kind(index: Any) -> str:
+    """Its name in INDEXES."""
+    return "hnsw" if isinstance(index, faiss.IndexHNSWFlat) else "exact"
+
+
 def _stored_rows(index: Any) -> np.ndarray:
     """The (N, D) rows inside the index, without a copy."""
+    if isinstance(index, faiss.IndexHNSWFlat):
+        index = faiss.downcast_index(index.storage)
     if not index.ntotal:
         return np.zeros((0, index.d), np.float32)
     return faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d)

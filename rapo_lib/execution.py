@@ -30,7 +30,7 @@ from rapo_lib.buffer import (
     select_trajectories,
 )
 from rapo_lib.checkpoints import latest_checkpoint, refuse_other_run
-from rapo_lib.config import RunConfig, child_rng
+from rapo_lib.config import RESULTS, RunConfig, child_rng
 from rapo_lib.evaluate import evaluate, summarise_skills
 from rapo_lib.guard import CollapseGuard
 from rapo_lib.methods import Method, get_method
@@ -56,6 +56,8 @@ from rapo_lib.trainer import RAPOTrainer, score_rollouts, train_sft
 EVALUATION_SEED = 0
 #: RL steps and SFT updates between checkpoints: what a kill can cost at most.
 RL_EVERY, SFT_EVERY = 1, 25
+#: Where rows of a costly encoder are kept for all runs.
+EMBEDDINGS = RESULTS / "embeddings"
 #: What the recorder knows, inside each checkpoint.
 STATE = "recorder.json"
 
@@ -195,11 +197,11 @@ def make_buffer(config: RunConfig, protocol: Protocol, questions: Sequence[Quest
     if "segments" not in next(load_jsonl(checked(first))):
         if config.n_trajectories:
             raise ValueError(f"n_trajectories is {config.n_trajectories}, but {first} holds single steps; allowed: 0")
-        return StepTraceBuffer.build(import_traces_jsonl(first), make_encoder(config.encoder))
+        return StepTraceBuffer.build(import_traces_jsonl(first), make_encoder(config.encoder), config.index, EMBEDDINGS)
     traces = []
     for path, chosen in choose_trajectories(config, protocol):
         traces += make_traces(chosen, questions, protocol_of(path, protocol), path.stem.split("_")[0], TOP_K)
-    return StepTraceBuffer.build(traces, make_encoder(config.encoder))
+    return StepTraceBuffer.build(traces, make_encoder(config.encoder), config.index, EMBEDDINGS)
 
 
 def make_retriever(

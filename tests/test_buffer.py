@@ -762,3 +762,49 @@ def test_pocket_buffer_finds_the_right_next_step_while_all_went_well():
     audit = buffer.audit_leaks(questions.values())
     last = audit[audit.step == audit.groupby("question_id").step.transform("max")]
     assert last.leaks.mean() > 0.9 and audit.leaks.mean() < 0.4  # a correct trajectory's last step shows the answer
+
+
+# ------------------------------------------------------------------------------------- approximate index
+
+
+def clustered(n, seed=0):
+    """Keys that come in families, as histories do."""
+    rng = np.random.default_rng(seed)
+    words = [f"w{i}" for i in range(60)]
+    bases = [rng.choice(words, 8).tolist() for _ in range(max(1, n // 10))]
+    keys = [" ".join([*bases[i % len(bases)], *rng.choice(words, 3), f"x{i}"]) for i in range(n)]
+    return [StepTrace(k, f"v{i}", f"q{i % 7}", "t") for i, k in enumerate(keys)]
+
+
+def test_the_graph_finds_what_the_exact_index_finds():
+    traces = clustered(600)
+    exact, graph = (B.StepTraceBuffer.build(traces, B.TfidfEncoder(), kind) for kind in ("exact", "hnsw"))
+    texts = [t.key + " w1" for t in traces[::5]]
+    a, b = exact.search(texts, 3), graph.search(texts, 3)
+    assert np.mean([x[0] == y[0] for x, y in zip(a, b, strict=True)]) >= 0.99
+    assert all(h.score <= x[0].score for x, y in zip(a, b, strict=True) for h in y)  # never better than the best
+    again = B.StepTraceBuffer.build(traces, B.TfidfEncoder(), "hnsw")
+    assert again.search(texts, 3) == b  # the same graph each time
+
+
+def test_ties_exclusion_and_an_empty_buffer_hold_with_the_graph():
+    traces = [StepTrace("red door", v, q, "t") for v, q in (("a", "q1"), ("b", "q1"), ("c", "q2"))]
+    buffer = B.StepTraceBuffer.build(traces, B.TfidfEncoder(), "hnsw")
+    assert [h.trace_id for h in buffer.search(["red door"], 3)[0]] == [0, 1, 2]
+    row = buffer.encoder.encode(["red door"])
+    assert buffer._ranked(row, 1, ["q1"])[0][0].tolist() == [2]
+    assert B.StepTraceBuffer.build([], B.TfidfEncoder(), "hnsw").search(["red"], 1) == [[]]
+    with pytest.raises(ValueError, match="unknown index 'ivf'; allowed: exact, hnsw"):
+        B.StepTraceBuffer.build(traces, B.TfidfEncoder(), "ivf")
+
+
+def test_a_saved_graph_is_read_again_and_held_against_its_sidecar(tmp_path):
+    buffer = B.StepTraceBuffer.build(clustered(200), B.TfidfEncoder(), "hnsw")
+    buffer.save(tmp_path)
+    texts = [t.key for t in buffer.traces[:20]]
+    assert B.StepTraceBuffer.load(tmp_path).search(texts, 2) == buffer.search(texts, 2)
+    sidecar = json.loads((tmp_path / "buffer.json").read_text(encoding="utf-8"))
+    assert sidecar["index"] == "hnsw"
+    (tmp_path / "buffer.json").write_text(json.dumps(sidecar | {"index": "exact"}), encoding="utf-8")
+    with pytest.raises(ValueError, match="index.faiss is hnsw, buffer.json says exact"):
+        B.StepTraceBuffer.load(tmp_path)
