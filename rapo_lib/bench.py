@@ -7,13 +7,18 @@ are the best of a few rounds, in which the contestants take turns.
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import re
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import faiss
+import numpy as np
 import pandas as pd
 import torch
 from datasets import Dataset
@@ -21,15 +26,18 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from rapo_lib.buffer import (
+    INDEXES,
     TOP_K,
     Encoder,
     MiniLMEncoder,
     StepTraceBuffer,
     TfidfEncoder,
+    make_index,
     make_traces,
     select_trajectories,
 )
-from rapo_lib.config import DATA, RunConfig
+from rapo_lib.config import DATA, RESULTS, RunConfig, child_rng
+from rapo_lib.embeddings import encode_kept
 from rapo_lib.hostile import HOSTILE
 from rapo_lib.methods import METHODS
 from rapo_lib.pocket.world import WORD_SKILL
@@ -55,6 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("bench", choices=sorted(BENCHES))
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--rounds", type=int, default=3, help="the best of so many rounds counts")
+    parser.add_argument("--most", type=int, default=PAPER_TRACES, help="scale: keys at most (1000000 needs 8 GB)")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     BENCHES[options.bench](options)
@@ -280,6 +289,79 @@ def bench_buffer(options: argparse.Namespace) -> None:
     print(pd.DataFrame(rows).round(3).to_string(index=False))
 
 
+#: Step traces of the paper's buffer, and the dimensions of its keys (arXiv 2603.03078).
+PAPER_TRACES = 169_489
+#: Standard deviation of the noise on a key, whole vector; the cosine with the unmoved key is about .96.
+JITTER = 0.3
+#: Real histories that are encoded, and one question in this many whose histories are queries only.
+REAL_KEYS, HELD_OUT_ONE_IN = 10_000, 10
+
+
+def bench_scale(options: argparse.Namespace) -> None:
+    """Print build time, memory, search time and recall@1 of both indexes, up to the size of the paper's buffer.
+
+    Keys: MiniLM embeddings of histories of all pocket teachers, drawn with replacement and moved by noise of norm
+    JITTER (random keys would be no test: they have no neighbours). Queries: histories of questions that no key is
+    about.
+    """
+    real, queries = _real_rows()
+    rng = child_rng(0, "bench.scale")
+    queries = queries[rng.permutation(len(queries))[:1024]]
+    print(f"{len(real)} real keys, {len(queries)} held-out queries, jitter {JITTER}, one thread, batches of 64")
+    faiss.omp_set_num_threads(1)
+    rows = []
+    for n in [n for n in (10_000, 50_000, PAPER_TRACES, 1_000_000) if n <= options.most]:
+        moved = real[rng.integers(len(real), size=n)]
+        moved += rng.standard_normal(moved.shape, dtype=np.float32) * (JITTER / math.sqrt(moved.shape[1]))
+        moved /= np.linalg.norm(moved, axis=1, keepdims=True)
+        best = None
+        for kind in INDEXES:
+            start = time.perf_counter()
+            index = make_index(kind, moved)
+            built = time.perf_counter() - start
+            scores, took = _searched(index, queries)
+            best = scores if best is None else best
+            recall = float(np.mean(scores >= best - 1e-5))
+            size = len(faiss.serialize_index(index)) / 1e6
+            row = {"keys": n, "index": kind, "build s": built, "MB": size, "ms of 64": took * 1e3, "recall@1": recall}
+            rows.append(row | {"times exact": took / rows[-1]["ms of 64"] * 1e3 if kind != "exact" else 1.0})
+            print(f"  {n:,} keys, {kind}: done in {built + took:.0f} s", flush=True)
+            del index
+    print(pd.DataFrame(rows).round(3).to_string(index=False))
+
+
+def _searched(index: Any, queries: np.ndarray) -> tuple[np.ndarray, float]:
+    """Best scores (n,), and seconds of a batch of 64 (the median)."""
+    scores, seconds = [], []
+    for i in range(0, len(queries), 64):
+        start = time.perf_counter()
+        scores.append(index.search(queries[i : i + 64], 1)[0][:, 0])
+        seconds.append(time.perf_counter() - start)
+    return np.concatenate(scores), float(np.median(seconds))
+
+
+def _real_rows() -> tuple[np.ndarray, np.ndarray]:
+    """Embeddings of different histories: those of keys, and those of held-out questions. Kept on disk."""
+    protocol = Protocol(AutoTokenizer.from_pretrained(DATA / "pocket" / "tokenizer"))
+    texts: dict[bool, dict[str, None]] = {True: {}, False: {}}
+    for path in sorted((DATA / "pocket" / "trajectories").glob("*.jsonl")):
+        questions = {q.id: q.text for q in load_pocket_questions(path.stem.split("_")[-1], "train")}
+        for r in (r for r in load_rollouts(path) if r.question_id in questions):
+            before: list[Any] = []
+            held_out = zlib.crc32(r.question_id.encode()) % HELD_OUT_ONE_IN == 0
+            for step in r.steps:
+                texts[held_out][history_text(protocol, questions[r.question_id], before)] = None
+                before.extend(step.segments)
+    rng, encoder = child_rng(0, "bench.histories"), MiniLMEncoder(remember=0)
+    out = []
+    for held_out, n in ((False, REAL_KEYS), (True, REAL_KEYS // 8)):
+        some = list(texts[held_out])
+        some = [some[i] for i in rng.permutation(len(some))[:n]]
+        say = functools.partial(print, "  ", flush=True)
+        out.append(encode_kept(encoder, some, RESULTS / "embeddings", say=say))
+    return out[0], out[1]
+
+
 class _Situation(NamedTuple):
     """A history, the question, the place in its chain, and whether every step so far was right."""
 
@@ -368,6 +450,7 @@ BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {
     "rollout": bench_rollout,
     "update": bench_update,
     "buffer": bench_buffer,
+    "scale": bench_scale,
     "sandbox": bench_sandbox,
 }
 

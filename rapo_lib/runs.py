@@ -50,7 +50,6 @@ LOOKING_ON = {
     "bench.py",
     "hybrids.py",
     "launch.py",
-    "local_models.py",
     "study.py",
     "teach.py",
     "serve.py",

@@ -35,7 +35,6 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
@@ -62,8 +61,6 @@ Reward = Callable[[Rollout, Question, Protocol], float]
 CPU_CHUNK_TOKENS = 2048
 #: The released code's clip range (below, above) and dual clip (arXiv 2603.03078, released scripts).
 RELEASED_CLIP, RELEASED_DUAL_CLIP = (0.2, 0.28), 3.0
-#: Logits (tokens x vocabulary) that are held at once; 256 MiB in float32.
-HEAD_ELEMENTS = 1 << 26
 #: Above this many parameters activations are recomputed in the backward pass.
 CHECKPOINTING_FROM = 100_000_000
 
@@ -111,31 +108,11 @@ def score_tokens(
         x, target = ids[rows_of, columns], wanted[rows_of, columns] & inside
         # Padding stands at the right only, where causal attention never looks: no attention mask. Logits at t - 1
         # predict token t; the first token of a prompt is never scored, so nothing wraps around.
-        chosen, spread = _score_chunk(model, x, target.roll(-1, 1), x[target], temperature)
+        logits = model(input_ids=x, logits_to_keep=target.roll(-1, 1), use_cache=False).logits  # (scored, V)
+        chosen, spread = token_logps_and_entropies(logits.float(), x[target], temperature)
         place = (rows_of.expand_as(columns)[target], columns[target])
         logps, entropies = logps.index_put(place, chosen), entropies.index_put(place, spread)
     return logps[:, n_prompt:], entropies[:, n_prompt:]
-
-
-def _score_chunk(model: Any, x: Tensor, keep: Tensor, chosen: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of the chosen ids, whose logits stand at the kept places, both (scored,)."""
-    head = getattr(model, "module", model).get_output_embeddings()
-    if len(chosen) * head.weight.shape[0] <= HEAD_ELEMENTS:
-        logits = model(input_ids=x, logits_to_keep=keep, use_cache=False).logits  # (scored, V)
-        return token_logps_and_entropies(logits.float(), chosen, temperature)
-    # With Qwen's 151,936 ids the logits of a batch are larger than all else: take some tokens at a time, and compute
-    # their logits again in the backward pass. The call still goes through the wrapped model, as DDP needs it.
-    output = model(input_ids=x, logits_to_keep=1, use_cache=False, output_hidden_states=True)
-    hidden = output.hidden_states[-1][keep]  # (scored, hidden), behind the last norm
-
-    def part(h: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return token_logps_and_entropies(head(h).float(), ids, temperature)
-
-    n = max(1, HEAD_ELEMENTS // head.weight.shape[0])
-    parts = [
-        checkpoint(part, h, ids, use_reentrant=False) for h, ids in zip(hidden.split(n), chosen.split(n), strict=True)
-    ]
-    return torch.cat([logps for logps, _ in parts]), torch.cat([entropies for _, entropies in parts])
 
 
 def _chunks(rows: Sequence[int], lengths: Sequence[int], max_tokens: int | None) -> Iterator[list[int]]:

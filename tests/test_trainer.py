@@ -256,33 +256,6 @@ def test_eight_left_padded_rows_score_as_each_alone(tmp_path):
         torch.testing.assert_close(torch.tensor(row)[own], fresh[len(r.prompt_ids) - 1 :][own], rtol=0, atol=1e-4)
 
 
-def test_logits_of_a_large_vocabulary_are_taken_in_parts(monkeypatch):
-    """Same numbers and gradients, with at most four tokens' logits at once."""
-    policy = w.make_policy()
-    r = w.canned_rollout(policy, w.QUESTIONS[0], 3, 1, True, 0.0)
-    ids = torch.tensor([[*r.prompt_ids, *r.completion_ids]])
-    scored = torch.tensor([r.policy_mask])
-    heads = []
-    handle = policy.base.get_output_embeddings().register_forward_hook(
-        lambda m, x, y: heads.append(y.shape[:-1].numel())
-    )
-    found = []
-    for limit in (t.HEAD_ELEMENTS, 4 * policy.base.get_output_embeddings().weight.shape[0]):
-        monkeypatch.setattr(t, "HEAD_ELEMENTS", limit)
-        policy.model.zero_grad()
-        logps, entropies = t.score_tokens(policy.model, ids, torch.ones_like(ids), scored, temperature=0.7)
-        logps.square().sum().backward()
-        grads = {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.requires_grad}
-        found.append((logps.detach(), entropies, grads, max(heads)))
-        heads.clear()
-    handle.remove()
-    (a, b, g, most), (a2, b2, g2, most2) = found
-    assert most == int(scored.sum()) > 4 and most2 == 4 and any(x.any() for x in g.values())
-    torch.testing.assert_close(a2, a)
-    torch.testing.assert_close(b2, b)
-    assert_same(g2, g, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.case(17)
 def test_a_micro_batch_without_a_policy_token_has_loss_0_and_no_gradient(live):
     trainer, batch = live
