@@ -173,8 +173,8 @@ def reference_runs() -> list[tuple[str, pd.DataFrame]]:
 
 #: Variants whose runs may do worse than learn nothing: they lose what they had, or fall apart.
 FALLING = {"too_fast", "rapo_no_guard", "sft_grpo", "grpo_easy_lr=0.004_r=32"}
-#: One run each that ended well after an alarm: it fell in between and came back; it took off late.
-CAME_BACK = ["rapo_wasteful", "sft_grpo"]
+#: One run each that earned something after an alarm: its entropy stayed high; it took off late; it fell and came back.
+CAME_BACK = ["rapo_hybrid=4", "rapo_wasteful", "sft_grpo"]
 
 
 def test_on_the_committed_runs_it_fires_for_those_that_learned_nothing_and_for_hardly_another():
@@ -191,7 +191,7 @@ def test_on_the_committed_runs_it_fires_for_those_that_learned_nothing_and_for_h
         if variant == "too_fast":
             assert {"reward", "entropy"} <= kinds  # learned, and lost it
     assert sorted(came_back) == CAME_BACK
-    assert learned >= 130 and "grpo" in alarmed and not alarmed & {"grpo_easy", "grpo_halfway", "rapo", "rapo_easy"}
+    assert learned >= 200 and "grpo" in alarmed and not alarmed & {"grpo_easy", "grpo_halfway", "rapo", "rapo_easy"}
 
 
 # ------------------------------------------------------------------------------------- tools, cases 36 and 37
