@@ -12,6 +12,7 @@ import math
 import re
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
@@ -38,7 +39,10 @@ from rapo_lib.buffer import (
 )
 from rapo_lib.config import DATA, RESULTS, RunConfig, child_rng
 from rapo_lib.embeddings import encode_kept
+from rapo_lib.execution import make_retriever
 from rapo_lib.hostile import HOSTILE
+from rapo_lib.local_models import SIZES, QwenSize, save_random_qwen
+from rapo_lib.memory import MemoryPlan, Peak, layer_bytes, memory_plan, peak_memory, plan_table
 from rapo_lib.methods import METHODS
 from rapo_lib.pocket.world import WORD_SKILL
 from rapo_lib.policy import Policy, add_lora, load_policy, merged_model
@@ -48,6 +52,7 @@ from rapo_lib.tasks import Question, load_pocket_questions
 from rapo_lib.tools import Toolbox, make_pocket_toolbox
 from rapo_lib.traces import STOP_TAGS, Protocol, Rollout, StepTrace, history_text, load_rollouts, parse_step
 from rapo_lib.trainer import (
+    LOGITS_BYTES,
     RAPOTrainer,
     _trl_columns,
     _without_known_warnings,
@@ -64,6 +69,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--rounds", type=int, default=3, help="the best of so many rounds counts")
     parser.add_argument("--most", type=int, default=PAPER_TRACES, help="scale: keys at most (1000000 needs 8 GB)")
+    qwen = parser.add_argument_group("qwen: a real model's seconds and memory")
+    qwen.add_argument("--model", default="0.5b", help=f"{', '.join(SIZES)} (random weights), or a model folder")
+    qwen.add_argument("--plan", action="store_true", help="print the memory plan of all sizes, and run nothing else")
+    qwen.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
+    qwen.add_argument("--rollouts", type=int, default=4, help="rollouts of one question")
+    qwen.add_argument("--tokens", type=int, default=32, help="completion tokens of a rollout at most")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     BENCHES[options.bench](options)
@@ -151,7 +162,7 @@ def _time_generate_steps(policy: Policy, requests: list[RolloutRequest], toolbox
         fed += sum(len(ids) for ids, _, _ in rows)
         outputs = _generate(policy, policy.model, [ids for ids, _, _ in rows], left, eos_token_id=stop_ids)
         generated += sum(map(len, outputs))
-        steps = [parse_step(policy.protocol.decode(o)).action for o in outputs]
+        steps = [parse_step(policy.protocol.step_text(o)).action for o in outputs]
         going = [i for i, action in enumerate(steps) if action and rows[i][2] > 0]
         t = time.perf_counter()
         results = toolbox.run([steps[i] for i in going])
@@ -446,12 +457,108 @@ def bench_sandbox(options: argparse.Namespace) -> None:
     box.close()
 
 
+# ---------------------------------------------------------------------------------------------- qwen
+
+PLANNED = ("0.5b", "qwen3-0.6b", "1.5b", "3b", "7b")
+
+
+def bench_qwen(options: argparse.Namespace) -> None:
+    """Print seconds, peak memory and tokens a second of loading, sampling and one RAPO update of a real-sized model.
+
+    A name takes that Qwen's shape with random weights, which write noise: half of the rollouts are given a reward, so
+    that there is something to learn.
+    """
+    if options.plan:
+        print(plan_table([(name, _plan(SIZES[name])) for name in PLANNED]))
+        print("computed for rollouts of 2,448 tokens, prompt included; only the kept bytes a token were measured, here")
+        return
+    dtype = getattr(torch, options.dtype) if options.dtype else None
+    with TemporaryDirectory() as folder:
+        source = options.model
+        if source in SIZES:
+            save_random_qwen(folder, SIZES[source], dtype or torch.bfloat16)
+            source = folder
+        with peak_memory() as loading:
+            policy = add_lora(load_policy(source, dtype=dtype), r=16, seed=0)
+    n_all, model = policy.model.num_parameters(), policy.model
+    trained = [p for p in model.parameters() if p.requires_grad]
+    n_trained = sum(p.numel() for p in trained)
+    kinds = {str(p.dtype).removeprefix("torch.") for p in trained}
+    print(
+        f"{options.model}: {n_all - n_trained:,} parameters in {str(policy.base.dtype).removeprefix('torch.')} on "
+        f"{policy.device}, adapter {n_trained:,} in {', '.join(kinds)}, {options.threads} thread(s)"
+    )
+    print(f"{'':44}{'sec':>8}{'peak GB':>9}{'tokens/s':>10}")
+    _print_phase("load, adapter", loading)
+    config = RunConfig(
+        rl_steps=1,
+        updates_per_step=1,
+        questions_per_step=1,
+        group_size=options.rollouts,
+        n_hybrid=options.rollouts // 2,
+        max_completion=options.tokens,
+        threads=options.threads,
+        learning_rate=1e-5,
+    )
+    questions, toolbox = load_pocket_questions(config.regime, "train"), make_pocket_toolbox("train")
+    question = questions[question_order(len(questions), config)[0]]
+    retriever = make_retriever(config, METHODS["rapo"], policy.protocol, questions)
+    requests = [RolloutRequest(question, i, i >= config.n_hybrid) for i in range(config.group_size)]
+    with peak_memory() as sampling:
+        batch = sample_rollouts(
+            policy, requests, toolbox, limits=SamplingLimits.of(config), seed=0, retriever=retriever
+        )
+    _print_phase("rollouts", sampling, batch.stats.generated_tokens)
+    for n, r in enumerate(batch.rollouts):
+        r.reward = float(n % 2)
+    n_scored = batch.stats.generated_tokens
+    read = n_scored + sum(len(r.prompt_ids) for r in batch.rollouts)
+    for checkpointing in (True, False):
+        with TemporaryDirectory() as folder:
+            trainer = RAPOTrainer(
+                policy,
+                questions,
+                toolbox,
+                retriever,
+                config,
+                METHODS["rapo"],
+                folder,
+                reward=lambda r, q, p: r.reward,
+                sampler=lambda *_, **__: batch,
+            )
+            trainer.args.gradient_checkpointing = checkpointing
+            if not checkpointing:
+                model.gradient_checkpointing_disable()
+            with peak_memory() as updating:
+                trainer.train()
+        _print_phase(f"update, {'activations recomputed' if checkpointing else 'all activations kept'}", updating, read)
+    ends = Counter(r.end_reason for r in batch.rollouts)
+    print("rollouts ended by " + ", ".join(f"{reason} ({n})" for reason, n in ends.items()))
+    state = trainer.optimizer.state
+    held = sum(t.nbytes for moments in state.values() for t in moments.values())
+    print(f"optimiser: moments of {len(state)} tensors, {held / 1e6:.1f} MB; of frozen weights: ", end="")
+    print(sum(not p.requires_grad for p in state))
+    whole = 4 * n_scored * policy.base.get_input_embeddings().weight.shape[0]
+    print(f"float32 logits of the {n_scored} scored tokens: {whole / 1e6:.0f} MB; at once {LOGITS_BYTES / 1e6:.0f} MB")
+
+
+def _print_phase(name: str, peak: Peak, n_tokens: int = 0) -> None:
+    rate = f"{n_tokens / peak.sec:10,.1f}" if n_tokens else ""
+    print(f"{name:44}{peak.sec:8.2f}{peak.bytes / 1e9:9.2f}{rate}", flush=True)
+
+
+def _plan(size: QwenSize) -> MemoryPlan:
+    kept, layer = (layer_bytes(size, checkpointing=c) for c in (True, False))
+    return memory_plan(size, 16, kept, layer)
+
+
 BENCHES: dict[str, Callable[[argparse.Namespace], None]] = {
     "rollout": bench_rollout,
     "update": bench_update,
     "buffer": bench_buffer,
     "scale": bench_scale,
     "sandbox": bench_sandbox,
+    "qwen": bench_qwen,
 }
 
 if __name__ == "__main__":

@@ -126,10 +126,10 @@ def decompose(rollout: Rollout, question: Question, protocol: Protocol, teacher:
     check_readable(rollout, protocol)
     traces, before = [], []
     for t, step in enumerate(rollout.steps):
-        action = parse_step(protocol.decode(step.segments[0].ids)).action
+        action = parse_step(protocol.step_text(step.segments[0].ids)).action
         if action and any("tool" in s.info for s in step.segments[1:]):
             key = history_text(protocol, question.text, before)
-            value = "".join(protocol.decode(s.ids) for s in step.segments).strip()
+            value = "".join(map(protocol.segment_text, step.segments)).strip()
             traces.append(StepTrace(key, value, question.id, teacher, float(rollout.reward), step=t))
         before.extend(step.segments)
     return traces

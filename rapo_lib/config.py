@@ -92,7 +92,7 @@ class RunConfig:
     max_completion: int = _f(224, "completion tokens at most, inserted ones included")
     max_calls: int = _f(8, "tool calls a rollout at most")
     sft_epochs: float = _f(3.0, "passes over the teacher's trajectories (method sft only)")
-    micro_batch: int = _f(0, "rollouts of one backward pass, for memory alone; 0: all of an optimiser step")
+    micro_batch: int = _f(0, "rollouts of one backward pass, for memory; 0: what trainer.default_micro_batch says")
     eval_every: int = _f(5, "RL steps between evaluations on the validation questions")
     n_eval: int = _f(96, "validation questions at each of them")
     n_final: int = _f(200, "test questions after training")

@@ -70,7 +70,7 @@ def plan_of(config: RunConfig, tokens_per_sec: float = TOKENS_PER_SEC) -> pd.Dat
         ("optimiser steps", config.rl_steps * config.updates_per_step, "rl_steps x updates_per_step"),
         ("rollouts of an RL step", rollouts, "questions_per_step x group_size"),
         ("of them hybrid", config.questions_per_step * get_method(config.method).n_hybrid(config), "the method's"),
-        ("rollouts of a backward pass", config.micro_batch or rollouts // config.updates_per_step, "micro_batch"),
+        ("rollouts of a backward pass", config.micro_batch or "by size", "micro_batch; 0 takes what fits"),
         ("rollouts in training", config.rl_steps * rollouts, "all RL steps"),
         ("answers in evaluations", answered, f"{n_evals} x n_eval + 2 x n_final"),
         (
@@ -79,7 +79,7 @@ def plan_of(config: RunConfig, tokens_per_sec: float = TOKENS_PER_SEC) -> pd.Dat
             f"rollouts and answers x max_completion ({config.max_completion})",
         ),
     ]
-    rows = [(what, f"{n:,}", how) for what, n, how in rows]
+    rows = [(what, f"{n:,}" if isinstance(n, int) else n, how) for what, n, how in rows]
     hours = (learned + judged) / tokens_per_sec / 3600
     rows.append(("hours at most", f"{hours:,.1f}", f"at {tokens_per_sec:,.0f} tokens a second"))
     return pd.DataFrame(rows, columns=["what", "how many", "how it is computed"])

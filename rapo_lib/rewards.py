@@ -251,7 +251,7 @@ def format_ok(rollout: Rollout, protocol: Protocol) -> bool:
 @lru_cache(maxsize=65_536)
 def _parsed(protocol: Protocol, ids: tuple[int, ...]) -> ParsedStep:
     """A policy segment as a step; rollouts of a group share many of them."""
-    return parse_step(protocol.decode(ids))
+    return parse_step(protocol.step_text(ids))
 
 
 def pocket_reward(rollout: Rollout, question: Question, protocol: Protocol) -> float:

@@ -356,7 +356,7 @@ class _Sampler:
         elif not self.stops.step_ended(ids):
             rollout.end_reason = "length"
         else:
-            step = parse_step(self.protocol.decode(ids))
+            step = parse_step(self.protocol.step_text(ids))
             if step.error is None and step.action is not None:
                 rollout.end_reason = self._refusal(state, b)
                 return None if rollout.end_reason else step.action
@@ -469,8 +469,11 @@ class _CachedProtocol:
         self._protocol = protocol
         self._kept: dict[tuple[str, Any], Any] = {}
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._keep("decode", tuple(ids))
+    def step_text(self, ids: Sequence[int]) -> str:
+        return self._keep("step_text", tuple(ids))
+
+    def segment_text(self, segment: Segment) -> str:
+        return self.step_text(segment.ids) if segment.origin == "policy" else self._keep("decode", segment.ids)
 
     def observation_ids(self, text: str) -> tuple[int, ...]:
         return self._keep("observation_ids", text)

@@ -59,6 +59,8 @@ LOOKING_ON = {
     "diversity.py",
     "faults.py",
     "hostile.py",
+    "local_models.py",
+    "memory.py",
     "__init__.py",
 }
 #: Names in config.py that choose runs but do not act inside one.

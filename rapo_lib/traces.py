@@ -352,6 +352,7 @@ _STEP = re.compile(
     re.DOTALL,
 )
 _ANY_TAG = re.compile("|".join(re.escape(t) for t in TAGS))
+_STOP_TAG = re.compile("|".join(re.escape(t) for t in STOP_TAGS))
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -566,8 +567,30 @@ class Protocol:
         return self.encode(f"<result> {neutralise(text, self._marks).strip()}</result>")
 
     def retrieval_ids(self, value: str) -> tuple[int, ...]:
-        """Ids of `<retrieve>step</retrieve>`; only the step's own structure keeps its tags."""
-        return self.encode(f"<retrieve>{neutralise_step(value, self._marks)}</retrieve>")
+        """Ids of `<retrieve>step</retrieve>`; only the step's own structure keeps its tags.
+
+        The ids break where those of an own step do, behind the closing tag of the action: a joined `><` there would
+        show the policy an end of action that it must not write.
+        """
+        text = f"<retrieve>{neutralise_step(value, self._marks)}</retrieve>"
+        cuts = [0, *(m.end() for m in _STOP_TAG.finditer(text)), len(text)]
+        return tuple(i for a, b in zip(cuts, cuts[1:], strict=False) for i in self.encode(text[a:b]))
+
+    def step_text(self, ids: Sequence[int]) -> str:
+        """Text of a step that the policy wrote, without what its last token holds behind the closing tag.
+
+        Qwen's vocabulary has 300 tokens that begin with `>` (`></`, `>.`, `>"`): the policy cannot end a step inside
+        of one, and whoever stops at text, as the released code does, drops that end too.
+        """
+        text = self.decode(ids)
+        end = _STOP_TAG.search(text)
+        if end is None or not text[end.end() :].strip() or _STOP_TAG.search(self.decode(ids[:-1])):
+            return text
+        return text[: end.end()]
+
+    def segment_text(self, segment: Segment) -> str:
+        """Text of a segment, as `step_text` where the policy wrote it."""
+        return self.step_text(segment.ids) if segment.origin == "policy" else self.decode(segment.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -593,7 +616,7 @@ def check_readable(rollout: Rollout, protocol: Protocol) -> None:
     if rollout.end_reason != "answer":
         return
     for n, s in enumerate(rollout.segments):
-        error = parse_step(protocol.decode(s.ids)).error if s.origin == "policy" else None
+        error = parse_step(protocol.step_text(s.ids)).error if s.origin == "policy" else None
         if error:
             raise ValueError(
                 f"trajectory {rollout.place} of question {rollout.question_id!r}: segments[{n}].ids do not read as a "
@@ -616,7 +639,7 @@ def retokenise(rollout: Rollout, question: str, source: Protocol, target: Protoc
     check_readable(rollout, source)
     segments = []
     for s in rollout.segments:
-        ids = target.encode(source.decode(s.ids))
+        ids = target.encode(source.segment_text(s))
         numbers = (0.0,) * len(ids) if s.origin == "policy" else ()
         segments.append(Segment(s.origin, ids, numbers, numbers, s.info))
     prompt = target.prompt_ids(question)
@@ -631,7 +654,7 @@ def history_text(protocol: Protocol, question: str, segments: Sequence[Segment])
     A retrieved step stands there as the step that it is, without its wrapper, since it takes the place
     of an own one (arXiv 2603.03078, Eq. 4).
     """
-    body = "".join(protocol.decode(s.ids) for s in segments)
+    body = "".join(protocol.segment_text(s) for s in segments)
     return question.strip() + "\n" + body.replace("<retrieve>", "").replace("</retrieve>", "")
 
 

@@ -16,11 +16,14 @@ What differs from GRPOTrainer (trl 1.16), and how:
 6. LUFFY: the teacher's trajectories take the last places of a group; their ratio is `luffy_log_ratio`. Clipping
    never touches it: it stays below 1, and no rollout of the group earns more, so their advantage is not negative.
 7. Checkpoints are those of `rapo_lib.checkpoints`: whole, checked, without pickles.
+8. Where the logits of all scored tokens would be large (Qwen: 151,936 numbers a token), they are computed in chunks
+   and again in the backward pass; GRPOTrainer holds them all. Large models get small micro-batches by default.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -31,10 +34,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import extract_model_from_parallel, gather_object
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 
@@ -50,7 +54,7 @@ from rapo_lib.objective import (
     shaping_factor,
     token_logps_and_entropies,
 )
-from rapo_lib.policy import Policy
+from rapo_lib.policy import Policy, has_adapter
 from rapo_lib.rewards import pocket_reward
 from rapo_lib.rollout import RolloutBatch, RolloutRequest, RolloutStats, SamplingLimits, sample_rollouts
 from rapo_lib.tasks import Question
@@ -61,8 +65,14 @@ Reward = Callable[[Rollout, Question, Protocol], float]
 CPU_CHUNK_TOKENS = 2048
 #: The released code's clip range (below, above) and dual clip (arXiv 2603.03078, released scripts).
 RELEASED_CLIP, RELEASED_DUAL_CLIP = (0.2, 0.28), 3.0
-#: Above this many parameters activations are recomputed in the backward pass.
+#: Above this many parameters activations are recomputed in the backward pass, and micro-batches are small.
 CHECKPOINTING_FROM = 100_000_000
+#: Completion tokens of a micro-batch of such a model at most, unless one rollout alone may be longer.
+LARGE_MICRO_BATCH_TOKENS = 16_384
+#: Float32 logits held at once; above this they are computed in chunks (the work on a chunk holds about six such).
+LOGITS_BYTES = 128 << 20
+#: Model types whose forward ends in `lm_head(hidden)` and nothing behind it; others compute their logits whole.
+PLAIN_HEADS = ("qwen2", "qwen3", "llama", "mistral")
 
 
 # ---------------------------------------------------------------------------------------------- scoring
@@ -93,6 +103,7 @@ def score_tokens(
     Edge cases:
         Nothing to score: zeros that hang on the model's parameters, at the cost of one token's forward
         pass, so that every process takes part in the backward pass and the optimiser steps as ever.
+        A large vocabulary: logits are held for LOGITS_BYTES at a time, in the backward pass too.
     """
     n_prompt, n = ids.shape[1] - scored.shape[1], ids.shape[1]
     wanted = torch.cat([scored.new_zeros(len(ids), n_prompt), scored], 1).bool()  # (B, P + T)
@@ -108,11 +119,48 @@ def score_tokens(
         x, target = ids[rows_of, columns], wanted[rows_of, columns] & inside
         # Padding stands at the right only, where causal attention never looks: no attention mask. Logits at t - 1
         # predict token t; the first token of a prompt is never scored, so nothing wraps around.
-        logits = model(input_ids=x, logits_to_keep=target.roll(-1, 1), use_cache=False).logits  # (scored, V)
-        chosen, spread = token_logps_and_entropies(logits.float(), x[target], temperature)
+        chosen, spread = _score(model, x, target, temperature)
         place = (rows_of.expand_as(columns)[target], columns[target])
         logps, entropies = logps.index_put(place, chosen), entropies.index_put(place, spread)
     return logps[:, n_prompt:], entropies[:, n_prompt:]
+
+
+def _score(model: Any, x: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of the ids x where target is True, (scored,) each."""
+    keep = dict(logits_to_keep=target.roll(-1, 1), use_cache=False)
+    base, chosen = _causal_model(model), x[target]
+    n_tokens = LOGITS_BYTES // (4 * base.get_output_embeddings().weight.shape[0])
+    if len(chosen) <= n_tokens or base.config.model_type not in PLAIN_HEADS:
+        logits = model(input_ids=x, **keep).logits  # (scored, V)
+        return token_logps_and_entropies(logits.float(), chosen, temperature)
+    with _without_head(base) as head:
+        hidden = model(input_ids=x, **keep).logits  # (scored, hidden)
+
+    def of(part: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logps_and_entropies(head(part.to(head.weight.dtype)).float(), ids, temperature)
+
+    if hidden.requires_grad:
+        of = functools.partial(checkpoint, of, use_reentrant=False)
+    pieces = [of(*piece) for piece in zip(hidden.split(n_tokens), chosen.split(n_tokens), strict=True)]
+    logps, entropies = zip(*pieces, strict=True)
+    return torch.cat(logps), torch.cat(entropies)
+
+
+def _causal_model(model: Any) -> Any:
+    """The Hugging Face model inside of DistributedDataParallel and PEFT."""
+    model = extract_model_from_parallel(model, keep_fp32_wrapper=True)
+    return model.get_base_model() if has_adapter(model) else model
+
+
+@contextmanager
+def _without_head(model: Any) -> Iterator[torch.nn.Module]:
+    """The model's forward gives hidden states in place of logits; the head that was left out is handed over."""
+    head = model.get_output_embeddings()
+    head.forward = lambda hidden: hidden
+    try:
+        yield head
+    finally:
+        del head.forward
 
 
 def _chunks(rows: Sequence[int], lengths: Sequence[int], max_tokens: int | None) -> Iterator[list[int]]:
@@ -198,7 +246,7 @@ def grpo_config(
     n_processes = int(os.environ.get("WORLD_SIZE", "1"))
     rollouts, parts = config.questions_per_step * config.group_size, config.updates_per_step * n_processes
     rows = rollouts // parts
-    micro_batch = config.micro_batch or rows
+    micro_batch = config.micro_batch or default_micro_batch(rows, config.max_completion, policy.model.num_parameters())
     if rollouts % parts or rows % micro_batch:
         raise ValueError(
             f"{rollouts} rollouts do not divide into {config.updates_per_step} optimiser steps x {n_processes} "
@@ -228,6 +276,24 @@ def grpo_config(
         max_steps=config.rl_steps * config.updates_per_step,
         shuffle_dataset=False,  # the order of the questions is made by question_order
     )
+
+
+def default_micro_batch(rows: int, max_completion: int, n_parameters: int) -> int:
+    """Rollouts of one backward pass: all of an optimiser step, or what fits for a large model.
+
+    Args:
+        rows: rollouts of an optimiser step and process. max_completion: completion tokens of one at most.
+        n_parameters: of the model; above CHECKPOINTING_FROM the largest divisor of `rows` is taken whose rollouts have
+            at most LARGE_MICRO_BATCH_TOKENS completion tokens. Gradients do not depend on it.
+
+    Example:
+        >>> default_micro_batch(256, 2048, 494_032_768), default_micro_batch(48, 224, 500_000)
+        (8, 48)
+    """
+    if n_parameters <= CHECKPOINTING_FROM:
+        return rows
+    most = max(1, LARGE_MICRO_BATCH_TOKENS // max_completion)
+    return max(n for n in range(1, rows + 1) if rows % n == 0 and n <= most)
 
 
 def question_order(n_questions: int, config: RunConfig) -> list[int]:
@@ -676,7 +742,8 @@ def train_sft(
         raise ValueError("no trajectories to learn from; select at least one")
     n_processes = int(os.environ.get("WORLD_SIZE", "1"))
     rows = batch_size // n_processes
-    micro_batch = min(config.micro_batch or rows, rows)
+    default = default_micro_batch(rows, config.max_completion, policy.model.num_parameters()) if rows else 1
+    micro_batch = min(config.micro_batch or default, rows)
     if batch_size % n_processes or rows % micro_batch:
         raise ValueError(
             f"{batch_size} trajectories of an update do not divide into {n_processes} processes x micro-batches of "
@@ -686,7 +753,7 @@ def train_sft(
     if checkpoint_every is not None:
         saving = dict(save_strategy="steps", save_steps=checkpoint_every)
     with _without_known_warnings():
-        trainer = ExactCheckpoints(
+        trainer = _SFTTrainer(
             model=policy.model,
             args=TrainingArguments(
                 output_dir=str(output_dir),
@@ -703,6 +770,24 @@ def train_sft(
         trainer.run_identity, trainer.on_checkpoint = dataclasses.asdict(config), on_checkpoint
         trainer.remove_callback(PrinterCallback)
         trainer.resume(latest_checkpoint(output_dir))
+
+
+class _SFTTrainer(ExactCheckpoints):
+    """The models' own cross-entropy; with a large vocabulary the same number without all logits at once."""
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        ids, learned = inputs["input_ids"], inputs["labels"] != -100
+        n_vocab = _causal_model(model).get_output_embeddings().weight.shape[0]
+        if return_outputs or 4 * ids.numel() * n_vocab <= LOGITS_BYTES:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        # All rows in one forward pass: no row is padded at the left, and what stands behind is not learned.
+        logps, _ = score_tokens(model, ids, torch.ones_like(ids), learned[:, 1:])
+        if num_items_in_batch is None:
+            return -logps.sum() / learned.sum()
+        # Items are counted over all processes, whose gradients are averaged.
+        return -logps.sum() * self.accelerator.num_processes / num_items_in_batch
 
 
 def _sft_row(rollout: Rollout) -> dict[str, list[int]]:

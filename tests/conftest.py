@@ -31,13 +31,14 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--case", type=int, help="run only the tests that guard against this known fault (1 to 44)")
+    parser.addoption("--slow", action="store_true", help="also run tests marked slow: minutes, and large packages")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    number = config.getoption("--case")
-    if number is None:
-        return
-    other = [i for i in items if not any(number in mark.args for mark in i.iter_markers("case"))]
+    number, slow = config.getoption("--case"), config.getoption("--slow")
+    other = [i for i in items if not slow and i.get_closest_marker("slow")]
+    if number is not None:
+        other += [i for i in items if not any(number in mark.args for mark in i.iter_markers("case"))]
     config.hook.pytest_deselected(items=other)
     items[:] = [i for i in items if i not in set(other)]
 
@@ -96,6 +97,7 @@ def make_model(tokenizer: Any, family: str = "qwen3", *, tied: bool = True, seed
 @pytest.hookimpl(tryfirst=True)  # before hypothesis reads its options
 def pytest_configure(config: pytest.Config) -> None:
     """A campaign gets a random seed, which the summary prints."""
+    config.addinivalue_line("markers", "slow: minutes, and a large optional package; runs with --slow")
     if config.getoption("hypothesis_profile") == "campaign" and config.getoption("hypothesis_seed") is None:
         config.option.hypothesis_seed = str(secrets.randbits(32))
 

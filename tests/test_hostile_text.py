@@ -234,7 +234,7 @@ def piece_ids(protocol, part):
         return [i for c in part[1] for i in protocol.encode(c)]
     if part[0] == "byte":
         return protocol.encode("\U0001f600")[:1]  # the first byte of four
-    name = {"eos": "<|im_end|>", "start": "<|im_start|>", "pad": "<|pad|>"}[part[0]]
+    name = {"eos": "<|im_end|>", "start": "<|im_start|>", "pad": protocol.tokenizer.pad_token}[part[0]]
     return [protocol.tokenizer.convert_tokens_to_ids(name)]
 
 
@@ -340,7 +340,7 @@ def calls_are_what_the_policy_wrote(world):
             if s.origin == "tool":
                 assert before.origin == "policy"
                 tool, query = s.info["tool"], s.info["query"]
-                text = world.policy.protocol.decode(before.ids)
+                text = world.policy.protocol.segment_text(before)
                 assert text.count(f"<{tool}>") == text.count(f"</{tool}>") == 1
                 assert text.split(f"<{tool}>")[1].split(f"</{tool}>")[0].strip() == query
                 assert text.rstrip().endswith(f"</{tool}>") and not any(t in text for t in RESERVED)
@@ -353,7 +353,8 @@ def calls_are_what_the_policy_wrote(world):
 def inserted_ids_are_one_wrapper(world):
     """No special id stands in inserted ids, and they read as exactly one observation or retrieved step."""
     tokenizer = world.policy.tokenizer
-    marks = set(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>", "<|pad|>"])) | set(world.policy.eos_ids)
+    marks = set(tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])) | set(world.policy.eos_ids)
+    marks.add(tokenizer.pad_token_id)
     for r in world.rollouts:
         for n, s in enumerate(r.segments):
             if s.origin == "policy":
@@ -388,7 +389,7 @@ def rewards_are_earned(world):
     """A reward needs a boxed gold answer that the policy wrote as a well-formed last step; and such a step has one."""
     protocol = world.policy.protocol
     for r in world.rollouts:
-        own = [protocol.decode(s.ids) for s in r.segments if s.origin == "policy"]
+        own = [protocol.segment_text(s) for s in r.segments if s.origin == "policy"]
         n_calls = sum(s.origin == "tool" for s in r.segments)
         m = re.fullmatch(r"(?s)\s*(?:<think>.*</think>)?\s*<answer>(.*)</answer>\s*", own[-1])
         boxes = re.findall(r"\\boxed\{([^{}]*)\}", m[1]) if m and r.segments[-1].origin == "policy" else []

@@ -95,7 +95,7 @@ def test_a_plan_by_hand():
     config = config.replace(eval_every=4, n_eval=5, n_final=6, updates_per_step=2)
     rows = dict(plan_of(config, tokens_per_sec=10.0)[["what", "how many"]].itertuples(index=False))
     assert rows["rollouts in training"] == "320" and rows["of them hybrid"] == "16"
-    assert rows["rollouts of a backward pass"] == "16"
+    assert rows["rollouts of a backward pass"] == "by size"
     assert rows["answers in evaluations"] == "32"  # 1 + 3 evaluations of 5, and 6 twice
     assert rows["completion tokens at most"] == "35,200" and rows["hours at most"] == "1.0"
     assert (

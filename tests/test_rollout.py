@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rapo_lib import rollout
 from rapo_lib.policy import GenericDecoder, Policy, add_lora, merged_model
 from rapo_lib.rollout import RolloutRequest, SamplingLimits, StopTable, coin, entropy_above, sample_rollouts
-from rapo_lib.traces import END_REASONS, Protocol, Segment
+from rapo_lib.traces import END_REASONS, Protocol, Segment, parse_step
 
 LIMITS = SamplingLimits(max_completion=240, max_calls=8, max_steps=6)
 SEARCH = "<think> a</think><search> employer of Kavelo</search>"
@@ -250,10 +250,15 @@ def test_a_last_token_that_holds_more_than_the_tag_stays_whole(questions, script
     encode = tokenizer.encode
     end, worse = tokenizer.convert_tokens_to_ids([">\n", "><"])
     whole = [*encode("<search> x</search"), end]
-    script(policy, [[whole, ANSWER], [[*encode("<search> x</search"), worse, 5]]])
+    script(policy, [[whole, ANSWER], [[*encode("<search> x</search"), worse], ANSWER]])
     first, second = run(policy, requests(questions[:1], 2)).rollouts
     assert list(first.segments[0].ids) == whole and first.tool_calls[0].info["query"] == "x"
-    assert second.completion_ids[-1] == worse and second.end_reason == "format"
+    # The policy cannot end a step inside of a token: the rest of it is kept as an id and not read as text.
+    assert second.segments[0].ids[-1] == worse and second.tool_calls[0].info["query"] == "x"
+    assert [r.end_reason for r in (first, second)] == ["answer"] * 2
+    assert policy.protocol.segment_text(second.segments[0]) == "<search> x</search>"
+    behind = [*second.segments[0].ids, *encode("a")]  # ids from a file in which the policy wrote on
+    assert parse_step(policy.protocol.step_text(behind)).error
 
 
 @pytest.mark.case(9)

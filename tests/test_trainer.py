@@ -11,8 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 import trainer_world as w
+from conftest import make_model
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    TrainerCallback,
+)
 from trl import GRPOTrainer
 
 from rapo_lib import objective as o
@@ -776,3 +785,97 @@ def test_what_decides_on_a_retrieval_follows_the_method():
     assert not METHODS["rapo"].when_to_retrieve(config.replace(retrieval_prob=0.0))(State, rng)
     gate = METHODS["rapo_gated"].when_to_retrieve(config)
     assert gate(State, None) and not METHODS["rapo_gated"].when_to_retrieve(config.replace(gate_nats=0.05))(State, None)
+
+
+# ------------------------------------------------------------------------------------------ large vocabularies
+
+
+def head_rows(model):
+    """Rows of logits that each call of the output layer made, as a list that grows."""
+    rows = []
+
+    def note(module, arguments, out):
+        if out.shape[-1] == w.VOCAB:  # not the hidden states that pass a head which is left out
+            rows.append(out.flatten(0, -2).shape[0])
+
+    model.get_output_embeddings().register_forward_hook(note)
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "adapter", "gpt2"])
+def test_logits_in_chunks_give_the_same_numbers_and_gradients(kind, monkeypatch):
+    small = dict(vocab_size=w.VOCAB, hidden_size=32, intermediate_size=40, num_hidden_layers=2)
+    small |= dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
+    torch.manual_seed(0)
+    model = {
+        "adapter": lambda: w.make_policy().model,
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**small)),
+        "mistral": lambda: MistralForCausalLM(MistralConfig(**small)),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=w.VOCAB, n_embd=32, n_layer=2, n_head=4)),
+    }.get(kind, lambda: make_model(w.TOKENIZER, kind))()
+    model.eval()
+    ids = torch.randint(5, w.VOCAB, (3, 20))
+    scored = torch.ones(3, 15, dtype=torch.long)
+    scored[1, 9:] = scored[2, ::2] = 0
+    n_scored, weight = int(scored.sum()), torch.randn(3, 15)  # 15 + 9 + 7 = 31
+    rows, found = head_rows(t._causal_model(model)), []
+    for held in (t.LOGITS_BYTES, 4 * w.VOCAB * 8):
+        monkeypatch.setattr(t, "LOGITS_BYTES", held)
+        rows.clear()
+        logps, entropies = t.score_tokens(model, ids, torch.ones_like(ids), scored, temperature=0.7)
+        model.zero_grad()
+        (logps * weight).sum().backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        found.append((logps.detach(), entropies, grads))
+        # 31 rows in chunks of 8, once forward and once more (from the last chunk back) in the backward pass
+        chunks = [31] if held > 10**6 or kind == "gpt2" else [8, 8, 8, 7, 7, 8, 8, 8]
+        assert n_scored == 31 and rows == chunks
+    (logps, entropies, grads), (logps2, entropies2, grads2) = found
+    torch.testing.assert_close(logps2, logps, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies2, entropies, rtol=1e-5, atol=1e-5)
+    assert any("embed" in n or "wte" in n or "lora" in n for n in grads)
+    assert_same(grads2, grads, atol=1e-5)
+    with torch.no_grad():
+        assert t.score_tokens(model, ids, torch.ones_like(ids), scored)[0].shape == (3, 15)
+        assert model(input_ids=ids).logits.shape == (3, 20, w.VOCAB)  # the head is where it was
+
+
+def test_sft_of_a_large_vocabulary_is_the_same_training(tmp_path, monkeypatch):
+    sampler, config, found = w.Canned(), w.small_config(sft_epochs=2.0, learning_rate=0.02), []
+    teacher = [sampler.rollout(w.make_policy(), q, i, 1, False) for q in w.QUESTIONS for i in range(4)]
+    for held in (t.LOGITS_BYTES, 4 * w.VOCAB * 50):
+        monkeypatch.setattr(t, "LOGITS_BYTES", held)
+        policy, log = w.make_policy(), []
+        rows = head_rows(policy.base)
+        t.train_sft(policy, teacher, config, tmp_path / str(held), batch_size=8, on_update=log.append)
+        found.append((w.adapter(policy), [row["loss"] for row in log], max(rows)))
+    (adapter, losses, most), (adapter2, losses2, most2) = found
+    assert losses2 == pytest.approx(losses, rel=1e-4) and len(losses) == 4
+    assert_same(adapter2, adapter, rtol=1e-3, atol=1e-4)
+    assert most2 == 50 < most
+
+
+def test_a_large_model_gets_small_micro_batches_and_checkpointing_by_itself(tmp_path, monkeypatch):
+    assert t.default_micro_batch(256, 4096, 10**9) == 4 and t.default_micro_batch(256, 4096, 10**8) == 256
+    assert t.default_micro_batch(7, 2048, 10**9) == 7 and t.default_micro_batch(11, 2048, 10**9) == 1  # divisors only
+    assert t.default_micro_batch(8, 100_000, 10**9) == 1  # one rollout alone may be longer
+    policy, config = w.make_policy(), w.small_config(max_completion=8192, updates_per_step=1)  # 8 rollouts
+    small = t.grpo_config(config, METHODS["rapo"], policy, tmp_path)
+    monkeypatch.setattr(t, "CHECKPOINTING_FROM", 10)
+    large = t.grpo_config(config, METHODS["rapo"], policy, tmp_path)
+    assert (small.per_device_train_batch_size, small.gradient_accumulation_steps) == (8, 1)
+    assert (large.per_device_train_batch_size, large.gradient_accumulation_steps) == (2, 4)
+    assert large.gradient_checkpointing and not small.gradient_checkpointing
+
+
+def test_recomputed_activations_give_the_same_gradient(tmp_path, monkeypatch):
+    config = w.small_config(rl_steps=1, updates_per_step=1)
+    kept = train(tmp_path / "a", "rapo", config, w.Canned(noise=0.3))[1].all
+    monkeypatch.setattr(t, "CHECKPOINTING_FROM", 10)
+    monkeypatch.setattr(t, "LOGITS_BYTES", 4 * w.VOCAB * 8)
+    trainer, seen, _ = train(tmp_path / "b", "rapo", config, w.Canned(noise=0.3))
+    assert trainer.policy.base.is_gradient_checkpointing
+    for a, b in zip(kept, seen.all, strict=True):
+        assert_same(b, a, rtol=1e-3, atol=1e-5)
+    assert all(p.requires_grad for p in trainer.optimizer.state)  # frozen weights have no moments
+    assert len(trainer.optimizer.state) == len(w.adapter(trainer.policy))
