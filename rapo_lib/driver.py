@@ -28,6 +28,7 @@ from filelock import FileLock, Timeout
 
 from rapo_lib.config import ROOT, Profile
 from rapo_lib.runs import advice, library_hash, results_folder
+from rapo_lib.show import BATCH
 from rapo_lib.study import time_line
 from rapo_lib.traces import write_text_atomic
 
@@ -269,6 +270,7 @@ def _settings(profile: Profile, since: float):
     """Variables of this batch for kernels and runs."""
     mine = {"RAPO_FRESH_SINCE": str(since)} if since else {}
     mine |= {"HF_HUB_OFFLINE": "1"} if profile.offline else {}
+    mine |= {BATCH: "1"}
     before = {k: os.environ.get(k) for k in mine}
     os.environ |= mine
     try:

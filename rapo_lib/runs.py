@@ -47,6 +47,7 @@ LOOKING_ON = {
     "plots.py",
     "show.py",
     "explorer.py",
+    "live.py",
     "bench.py",
     "hybrids.py",
     "launch.py",

@@ -20,6 +20,8 @@ from pygments.lexers import PythonLexer
 from rapo_lib.config import ROOT
 from rapo_lib.traces import Protocol, Rollout, Segment
 
+#: Variable that the notebook driver sets: nobody is there to press buttons.
+BATCH = "RAPO_BATCH"
 #: Background and name of each author; the name stands in the picture too, so colour alone carries nothing.
 AUTHORS = {"policy": ("#cfe3f5", "policy"), "tool": ("#e6e6e6", "tool"), "retrieval": ("#fbdcb8", "retrieved")}
 #: Characters that reorder or hide text.
