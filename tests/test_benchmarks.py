@@ -199,6 +199,8 @@ def test_what_is_mended_and_what_is_not():
 
 @pytest.mark.parametrize("name", b.MADE)
 def test_splits_of_sets_made_here_share_no_question(name):
+    if name == "gsm_symbolic":
+        pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
     found = {s: b.read_benchmark(name, s)[0] for s in SPLITS}
     assert all(len(q) >= 100 for q in found.values())
     for one, other in (("train", "validation"), ("train", "test"), ("validation", "test")):
@@ -207,6 +209,7 @@ def test_splits_of_sets_made_here_share_no_question(name):
 
 
 def test_templates_of_gsm_symbolic_are_split_and_the_bad_ones_left_out():
+    pytest.importorskip("reasoning_gym", reason="the extra `tasks` is not installed")
     templates = {s: {q.info["template"] for q in b.read_benchmark("gsm_symbolic", s)[0]} for s in SPLITS}
     assert not templates["train"] & (templates["validation"] | templates["test"])
     assert not templates["validation"] & templates["test"] and not b.BAD_TEMPLATES & set.union(*templates.values())
