@@ -822,7 +822,7 @@ def _encoded(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
 
 
 #: Neighbours of a node, and candidates kept while the graph is built and searched (arXiv 1603.09320).
-HNSW_NEIGHBOURS, HNSW_BUILD, HNSW_SEARCH = 32, 80, 64
+HNSW_NEIGHBOURS, HNSW_BUILD, HNSW_SEARCH = 32, 200, 512
 
 
 def _hnsw(dim: int) -> Any:
