@@ -80,7 +80,7 @@ def in_locale_encoding(call: ast.Call) -> bool:
     if name == "TextIOWrapper":
         return len(call.args) < 2
     owner = call.func.value.id if isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) else ""
-    if name == "open" and owner == "os":
+    if name == "open" and owner in ("os", "Image"):
         return False
     of_path = isinstance(call.func, ast.Attribute) and owner not in ("io", "codecs", "gzip", "bz2", "lzma")
     at, default = MODES.get(name, (0 if of_path else 1, "rb" if owner in ("gzip", "bz2", "lzma") else "r"))

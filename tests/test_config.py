@@ -40,7 +40,7 @@ def test_profiles_as_designed():
     assert PROFILES["pocket"].noise_probs == PROFILES["study"].noise_probs == (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
     assert PROFILES["study"].seeds_main >= 5 and PROFILES["study"].seeds >= 5
     assert PROFILES["smoke"].config("grpo").rl_steps <= 3
-    assert [p.name for p in PROFILES.values() if not p.offline] == ["qwen"]
+    assert [p.name for p in PROFILES.values() if not p.offline] == ["qwen", "paper"]
 
 
 def test_overrides_reach_profile_or_run_and_unknown_ones_raise():

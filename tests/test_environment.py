@@ -131,7 +131,7 @@ def run_all(*args: str, root: Path = ROOT, **env: str) -> subprocess.CompletedPr
     [
         (["slides"], "unknown command 'slides'; valid: test, lab, html"),
         (["--profile", "pockte"], "unknown profile 'pockte'; valid: " + ", ".join(PROFILES)),
-        (["--quick"], "unknown option '--quick'; valid: --profile, --only, --jobs, --fresh, --help"),
+        (["--quick"], "unknown option '--quick'; valid: --profile, --only, --jobs, --fresh, --dry-run, --help"),
         (["--jobs", "0"], "--jobs is '0'; expected a whole number from 1 up"),
         (["--jobs"], "--jobs needs a value"),
         (["--only", "05;rm"], "--only is '05;rm'; expected numbers such as 05,06"),

@@ -36,6 +36,7 @@ def command(folder, method, n_processes=1):
         env=env,
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

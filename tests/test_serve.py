@@ -207,7 +207,7 @@ def test_thousands_of_requests_leave_no_connection_and_no_thread(served):
 def test_the_command_serves_until_it_is_killed_and_the_client_says_so(tmp_path):
     save_jsonl(tmp_path / "facts.jsonl", [{"contents": '"capital of Mora"\nLumiro'}])
     command = [sys.executable, "-m", "rapo_lib.serve", str(tmp_path / "facts.jsonl"), "--port", "0"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
         line = process.stdout.readline()
         url = line.split()[-4]
         tool = HTTPSearchTool(url, top_k=1, retries=0, timeout_sec=2)
