@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
+from rapo_lib import bench
 from rapo_lib.bench import bench_buffer, bench_rollout, fp32_peak, main
+from rapo_lib.local_models import QwenSize
 
 
 def test_rollout_bench_prints_all_contestants(capsys):
@@ -31,3 +33,23 @@ def test_unknown_bench_is_refused(capsys):
 
 def test_fp32_peak_is_positive():
     assert fp32_peak(seconds=0.01, n=64) > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_qwen_bench_prints_seconds_memory_and_what_the_optimiser_holds(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "SIZES", {"tiny": QwenSize("qwen2.5", 16, 16, 1, 2, 1, 8)})
+    main(["qwen", "--model", "tiny", "--rollouts", "2", "--tokens", "6"])
+    out = capsys.readouterr().out
+    n = 151_936 * 16 + 3 * 16 * 16 + 2 * 16 * 16 + 2 * 16 * 8 + 16 + 2 * 8 + 3 * 16
+    assert f"tiny: {n:,} parameters in float32 on cpu" in out
+    for line in ("load, adapter", "rollouts", "activations recomputed", "all activations kept", "tokens/s"):
+        assert line in out
+    assert "rollouts ended by length (2)" in out and "moments of 14 tensors" in out and "of frozen weights: 0" in out
+
+
+def test_qwen_bench_prints_the_plan_of_all_sizes(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "layer_bytes", lambda size, checkpointing: 1792 if checkpointing else 80_000)
+    main(["qwen", "--plan"])
+    out = capsys.readouterr().out
+    assert "| 0.5b | 0.99 | 0.14 | 0.72 | 15.9 | 43.0 | 160.0 | 0.81 |" in out and "computed" in out
+    assert all(f"| {name} |" in out for name in ("qwen3-0.6b", "1.5b", "3b", "7b"))
