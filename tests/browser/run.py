@@ -1,8 +1,8 @@
 """Notebooks in a real browser: `./run_all.sh browser [03 05 ..]`.
 
-Headless Chromium opens JupyterLab on copies of the notebooks (profile smoke), runs all cells, and looks for error outputs,
-console errors and failed requests. In notebook 03 it plays a rollout by hand, in notebook 05 it walks through the explorer.
-Screenshots go to results/browser; look at them. Where no Chromium can be had, it says so and ends with status 77.
+Headless Chromium opens JupyterLab on copies of the notebooks (profile smoke), runs all cells, and looks for error
+outputs, console errors and failed requests. In notebook 03 it plays a rollout by hand, in notebook 05 it walks through
+the explorer. Screenshots go to results/browser; look at them. Where no Chromium can be had, it says so and ends with status 77.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SKIPPED = 77
 #: Console messages that are no fault of a notebook, with the reason.
 HARMLESS = {
     "favicon": "the page's icon",
-    "Failed to load resource: the server responded with a status of 404": "JupyterLab asks for settings nobody has made",
+    "Failed to load resource: the server responded with a status of 404": "JupyterLab looks for settings that nobody made",
 }
 MINUTES = 12
 
@@ -58,7 +58,12 @@ def jupyter(folder: Path) -> Iterator[str]:
     env |= {"JUPYTERLAB_SETTINGS_DIR": str(home / "settings"), "JUPYTERLAB_WORKSPACES_DIR": str(home / "spaces")}
     env |= {"IPYTHONDIR": str(home / "ipython"), "RAPO_RESULTS": str(folder / "results"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
-    command += [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder}", "--LabApp.news_url=None"]
+    command += [
+        f"--IdentityProvider.token={token}",
+        f"--ServerApp.root_dir={folder}",
+        "--LabApp.news_url=None",
+        "--LabApp.expose_app_in_browser=True",
+    ]
     command += ["--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
     log = open(folder / "server.log", "w", encoding="utf-8")
     server = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
@@ -131,9 +136,8 @@ def play_by_hand(page) -> None:
     box.press("Enter")
     begin.click()
     page.get_by_text("This world does not know").wait_for(timeout=30_000)
-    question = page.evaluate(
-        "() => Array.from(document.querySelectorAll('select option')).map(o => o.textContent).find(t => t.includes('what is'))"
-    )
+    texts = "() => Array.from(document.querySelectorAll('select option')).map(o => o.textContent)"
+    question = next(t for t in page.evaluate(texts) if "what is" in t)
     box.fill(question.split(": ", 1)[1])
     box.press("Enter")
     begin.click()
