@@ -1,0 +1,105 @@
+"""API pages: `python -m rapo_lib.docs` writes one HTML page a module into results/api, from the docstrings.
+
+docs/ holds the guides for readers (glossary, troubleshooting, examples of extensions); these pages are for looking
+up a function. They are made by pdoc, which is an extra, and read without a network: scripts, styles and the search
+index lie in the pages, formulas are plain symbols, and nothing is fetched. This is checked before they are moved to
+their place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rapo_lib.config import ROOT
+from rapo_lib.runs import results_folder
+
+#: What a browser fetches by itself. A link that one has to click (`<a href>`) is none.
+_FETCHED = re.compile(
+    r"""(?:<(?!a\b)[a-z][^>]*?\s(?:src|srcset|href|data|poster)\s*=\s*["']?\s*"""
+    r"""|url\(\s*["']?|@import\s+["']|\bfrom\s+["']|\bimport\s*\(?\s*["']|\bfetch\(\s*["'])"""
+    r"""((?:https?:)?//[^"'\s)>]+)""",
+    re.IGNORECASE,
+)
+
+
+def modules() -> list[str]:
+    """Dotted names of the library's modules, packages first, in alphabetical order.
+
+    Example:
+        >>> [name for name in modules() if name.startswith("rapo_lib.pocket")][:2]
+        ['rapo_lib.pocket', 'rapo_lib.pocket.build']
+    """
+    files = (p.relative_to(ROOT).with_suffix("") for p in (ROOT / "rapo_lib").rglob("*.py"))
+    names = (".".join(p.parts).removesuffix(".__init__") for p in files)
+    return sorted(n for n in names if not n.endswith("__main__"))
+
+
+def external_resources(page: str) -> list[str]:
+    """Addresses that a browser would fetch from elsewhere when it opens a page.
+
+    Example:
+        >>> external_resources('<script src="https://cdn.org/a.js"></script><a href="https://arxiv.org">paper</a>')
+        ['https://cdn.org/a.js']
+    """
+    return [m[1] for m in _FETCHED.finditer(page)]
+
+
+def write_api(folder: Path | str) -> list[Path]:
+    """Write the API pages of the library.
+
+    Args:
+        folder: where they go; pages of an earlier call are replaced as a whole.
+
+    Returns:
+        The pages, one a module, and index.html.
+
+    Raises:
+        ImportError: pdoc is not installed.
+        RuntimeError: a page would fetch something from elsewhere.
+    """
+    try:
+        import pdoc
+        from pdoc.render import configure
+    except ImportError:
+        raise ImportError(
+            'the API pages are made by pdoc, an optional extra: run pip install -e ".[docs]", or pip install pdoc'
+        ) from None
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    configure(docformat="google", footer_text="rapo")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
+        pdoc.pdoc("rapo_lib", output_directory=Path(made))
+        for page in (p for p in Path(made).rglob("*") if p.suffix in (".html", ".js")):
+            # A default value that is a path would tell where the repository lies.
+            text = page.read_text(encoding="utf-8").replace(f"{ROOT}/", "").replace(str(ROOT), ".")
+            if page.suffix == ".html" and (foreign := external_resources(text)):
+                raise RuntimeError(f"{page.name} would fetch {foreign[0]}; API pages are read without a network")
+            page.write_text(text, encoding="utf-8")
+        if folder.exists():
+            shutil.rmtree(folder)
+        shutil.copytree(made, folder)
+    return sorted(folder.rglob("*.html"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`python -m rapo_lib.docs [--out FOLDER]`; 1 when the extra is missing."""
+    parser = argparse.ArgumentParser(prog="python -m rapo_lib.docs", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder of the pages (default: results/api)")
+    folder = parser.parse_args(arguments).out or results_folder() / "api"
+    try:
+        pages = write_api(folder)
+    except ImportError as e:
+        print(e, file=sys.stderr)
+        return 1
+    print(f"{len(pages)} pages; open {folder / 'index.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
