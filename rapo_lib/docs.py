@@ -1,5 +1,7 @@
 """API pages: `python -m rapo_lib.docs` writes one HTML page a module into results/api, from the docstrings.
 
+`python -m rapo_lib.docs --figure docs/rollout.png` draws the hybrid rollout that README shows.
+
 docs/ holds the guides for readers (glossary, troubleshooting, examples of extensions); these pages are for looking
 up a function. They are made by pdoc, which is an extra, and read without a network: scripts, styles and the search
 index lie in the pages, formulas are plain symbols, and nothing is fetched. This is checked before they are moved to
@@ -15,9 +17,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rapo_lib.config import ROOT
+from rapo_lib.config import DATA, ROOT
+from rapo_lib.reference import REFERENCE
 from rapo_lib.runs import results_folder
+from rapo_lib.traces import Protocol, Rollout, load_jsonl
+
+if TYPE_CHECKING:
+    from rapo_lib.tasks import Question
 
 #: What a browser fetches by itself. A link that one has to click (`<a href>`) is none.
 _FETCHED = re.compile(
@@ -87,11 +95,43 @@ def write_api(folder: Path | str) -> list[Path]:
     return sorted(folder.rglob("*.html"))
 
 
+def example_rollout() -> tuple[Rollout, Question, Protocol]:
+    """The first stored hybrid rollout of the reference run of RAPO that is right and holds an own hard step."""
+    from rapo_lib.evaluate import call_results
+    from rapo_lib.pocket.world import SKILLS
+    from rapo_lib.policy import load_tokenizer
+    from rapo_lib.tasks import load_pocket_questions
+
+    protocol = Protocol(load_tokenizer(DATA / "pocket" / "tokenizer"))
+    questions = {q.id: q for q in load_pocket_questions("exploration", "train")}
+    (path,) = (REFERENCE / "runs" / "training" / "rapo").glob("seed0-*/rollouts.jsonl")
+    for row in load_jsonl(path):
+        rollout = Rollout.from_dict(row["rollout"])
+        if rollout.retrievals and rollout.reward == 1.0:
+            question = questions[rollout.question_id]
+            if any(SKILLS[skill].hard and right for skill, right in call_results(rollout, question, protocol)):
+                return rollout, question, protocol
+    raise ValueError(f"{path} holds no right hybrid rollout with an own hard step; run notebook 05 in profile study")
+
+
+def draw_rollout(path: Path | str) -> None:
+    """Write the picture of `example_rollout` as PNG."""
+    from rapo_lib.plots import plot_rollout, save_figure
+
+    rollout, question, protocol = example_rollout()
+    save_figure(plot_rollout(rollout, protocol, question.text).figure, path)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m rapo_lib.docs [--out FOLDER]`; 1 when the extra is missing."""
+    """`python -m rapo_lib.docs [--out FOLDER] [--figure PATH]`; 1 when the extra is missing."""
     parser = argparse.ArgumentParser(prog="python -m rapo_lib.docs", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the pages (default: results/api)")
-    folder = parser.parse_args(arguments).out or results_folder() / "api"
+    parser.add_argument("--figure", type=Path, help="draw README's rollout into this PNG, and make no pages")
+    chosen = parser.parse_args(arguments)
+    if chosen.figure:
+        draw_rollout(chosen.figure)
+        return 0
+    folder = chosen.out or results_folder() / "api"
     try:
         pages = write_api(folder)
     except ImportError as e:

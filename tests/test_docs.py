@@ -13,12 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import nbformat
 import numpy as np
 import pytest
 
 from rapo_lib.config import ROOT
-from rapo_lib.docs import external_resources, main, modules, write_api
+from rapo_lib.docs import draw_rollout, example_rollout, external_resources, main, modules, write_api
+from rapo_lib.plots import TEXT_CHARS, plot_rollout, to_hex
+from rapo_lib.show import AUTHORS
+from rapo_lib.traces import Rollout, Segment
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "notebooks" / "README.md"]
@@ -317,6 +324,45 @@ def test_each_number_of_the_presenters_guide_stands_in_the_table_that_it_names()
             assert number in known, f"{number!r} is not in {', '.join(tables)}: {line}"
         n += len(quoted)
     assert n >= 15
+
+
+# ----------------------------------------------------------------------------------- README's picture
+
+
+def test_the_picture_shows_every_step_on_its_authors_ground_and_nothing_else():
+    rollout, question, protocol = example_rollout()
+    assert rollout.hybrid and rollout.reward == 1.0 and rollout.retrievals
+    ax = plot_rollout(rollout, protocol, question.text)
+    words = [t.get_text() for t in ax.texts]
+    assert words[0] == question.text
+    shown = "".join("".join(words).split())
+    for segment in rollout.segments:
+        for word in protocol.decode(segment.ids).split():
+            assert word in shown
+    assert words.count("retrieved") == 1 + len(rollout.retrievals)  # the legend names it once more
+    grounds = {to_hex(p.get_facecolor()) for p in ax.patches if p.get_fill()}
+    assert grounds == {colour for colour, _ in AUTHORS.values()}
+    assert sum(not p.get_fill() for p in ax.patches) == len(rollout.retrievals)
+    assert f"{rollout.step_entropies[0]:.3f} nats" in words
+
+
+def test_long_texts_are_wrapped_and_hostile_ones_are_text(tiny_tokenizer):
+    protocol = importlib.import_module("rapo_lib.traces").Protocol(tiny_tokenizer)
+    text = "$x_{1$ \u202e " + "word " * 60 + "x" * 200
+    ids = protocol.encode(text)
+    ax = plot_rollout(Rollout("q", (1,), [Segment("policy", ids, (0.0,) * len(ids), (0.5,) * len(ids))]), protocol)
+    ax.figure.canvas.draw()  # a formula would not parse
+    pieces = [t.get_text() for t in ax.texts if t.get_color() == "#111111"]
+    assert "".join(pieces).count("word ") == 60 and "".join(pieces).endswith("x" * 200)
+    assert max(map(len, pieces)) <= TEXT_CHARS and "[U+202E]" in pieces[0]
+    with pytest.raises(ValueError, match="nothing to draw"):
+        plot_rollout(Rollout("q", (1,)), protocol)
+
+
+def test_readmes_picture_is_drawn_by_the_command(tmp_path):
+    draw_rollout(tmp_path / "rollout.png")
+    made, shown = (plt.imread(p) for p in (tmp_path / "rollout.png", DOCS / "rollout.png"))
+    assert made.shape == shown.shape and np.abs(made - shown).mean() < 0.01
 
 
 # --------------------------------------------------------------------------------------------- API pages
