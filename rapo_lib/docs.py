@@ -58,6 +58,23 @@ def external_resources(page: str) -> list[str]:
     return [m[1] for m in _FETCHED.finditer(page)]
 
 
+#: A section of arguments, and the place in it where a line goes on with the next argument.
+_ARGUMENTS = re.compile(r"^(?:Args|Attributes):\n(?:[ \t]+.*(?:\n|$))+", re.MULTILINE)
+_NEXT = re.compile(r"(?<=\.)[ ](?=[a-z_]\w*(?:, [a-z_]\w*)*: )")
+
+
+def one_argument_a_line(docstring: str) -> str:
+    """A docstring in which each argument begins a line, as pdoc reads them; the source may put several into one.
+
+    Example:
+        >>> print(one_argument_a_line("Args:\\n    x: a number. y, z: two more. It is so: no split."))
+        Args:
+            x: a number.
+            y, z: two more. It is so: no split.
+    """
+    return _ARGUMENTS.sub(lambda m: _NEXT.sub("\n    ", m[0]), docstring)
+
+
 def write_api(folder: Path | str) -> list[Path]:
     """Write the API pages of the library.
 
@@ -73,7 +90,8 @@ def write_api(folder: Path | str) -> list[Path]:
     """
     try:
         import pdoc
-        from pdoc.render import configure
+        from jinja2 import pass_context
+        from pdoc.render import configure, env
     except ImportError:
         raise ImportError(
             'the API pages are made by pdoc, an optional extra: run pip install -e ".[docs]", or pip install pdoc'
@@ -81,8 +99,14 @@ def write_api(folder: Path | str) -> list[Path]:
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     configure(docformat="google", footer_text="rapo")
+    plain = env.filters["to_markdown"]
+    split = pass_context(lambda context, docstring: plain(context, one_argument_a_line(docstring)))
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as made:
-        pdoc.pdoc("rapo_lib", output_directory=Path(made))
+        env.filters["to_markdown"] = split
+        try:
+            pdoc.pdoc("rapo_lib", output_directory=Path(made))
+        finally:
+            env.filters["to_markdown"] = plain
         for page in (p for p in Path(made).rglob("*") if p.suffix in (".html", ".js")):
             # A default value that is a path would tell where the repository lies.
             text = page.read_text(encoding="utf-8").replace(f"{ROOT}/", "").replace(str(ROOT), ".")

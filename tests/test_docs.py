@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
 import html.parser
 import importlib
@@ -383,6 +384,14 @@ def test_each_public_module_has_a_page_with_its_functions(api):
     page = read(api / "rapo_lib" / "objective.html")
     assert 'id="rapo_advantage"' in page and "<code>A = (1 + a A_ret) A_acc</code>" in page
     assert 'id="sample_rollouts"' in read(api / "rapo_lib" / "rollout.html")
+
+
+def test_each_argument_has_a_line_of_its_own(api):
+    page = read(api / "rapo_lib" / "hybrids.html").split('id="sample_groups"')[1]
+    arguments = re.findall(r"<li><strong>(.+?):</strong>", page.split("Returns")[0].split("</ul>")[0])
+    assert arguments[:4] == ["policy", "questions", "toolbox", "retriever"]
+    result = doctest.testmod(importlib.import_module("rapo_lib.docs"))
+    assert result.attempted >= 3 and not result.failed
 
 
 class Fetches(html.parser.HTMLParser):
