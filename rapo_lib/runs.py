@@ -62,6 +62,7 @@ LOOKING_ON = {
     "hostile.py",
     "local_models.py",
     "memory.py",
+    "docs.py",
     "__init__.py",
 }
 #: Names in config.py that choose runs but do not act inside one.
@@ -269,7 +270,7 @@ def find_runs(configs: Sequence[RunConfig] | Mapping[str, Sequence[RunConfig]], 
 
 
 def runs_folder(profile: str) -> Path:
-    """results/<profile>/runs; RAPO_RESULTS names another place for results/."""
+    """`results/<profile>/runs`; RAPO_RESULTS names another place for `results/`."""
     return results_folder() / profile / "runs"
 
 
