@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,15 +84,18 @@ class RunConfig:
     leak_guard: bool = _f(True, "insert nothing when a trace already holds the gold answer", source="ours")
     exclude_same_question: bool = _f(False, "never retrieve from trajectories of the same question", source="ours")
     extra_steps: int = _f(0, "steps beyond the question's budget", source="ours")
+    reward: str = _f("pocket", "outcome reward in training, in rewards.REWARDS; evaluations count right answers")
     learning_rate: float = _f(2e-3, "constant learning rate of AdamW on the adapter")
     lora_r: int = _f(16, "LoRA rank; alpha is twice the rank, all linear layers, no dropout")
     clip: float = _f(0.28, "clip range of the importance ratio, both sides", "epsilon", f"{_P}, settings")
     kl_coef: float = _f(0.0, "weight of the KL term", "beta", f"{_P}, settings")
     updates_per_step: int = _f(2, "optimiser steps per rollout batch", source=f"{_P}, mini-batch of half")
+    generator: str = _f("own", "who samples in training: own, or vllm (a GPU and the package vllm; never tried)")
     temperature: float = _f(1.0, "sampling temperature in training and evaluation")
     max_completion: int = _f(224, "completion tokens at most, inserted ones included")
     max_calls: int = _f(8, "tool calls a rollout at most")
     sft_epochs: float = _f(3.0, "passes over the teacher's trajectories (method sft only)")
+    rollouts_at_once: int = _f(0, "rollouts sampled at once by a process, for memory; 0: all of an RL step")
     micro_batch: int = _f(0, "rollouts of one backward pass, for memory; 0: what trainer.default_micro_batch says")
     eval_every: int = _f(5, "RL steps between evaluations on the validation questions")
     n_eval: int = _f(96, "validation questions at each of them")
@@ -205,7 +209,9 @@ _PAPER: dict[str, tuple[Any, str]] = {
     "max_completion": (4096, f"{_P}, released scripts: response length"),
     "max_calls": (3, f"{_P}, released scripts"),
     "rl_steps": (300, "ours: the paper gives three epochs of a set whose size it does not state"),
+    "reward": ("released", f"{_P}, released code: -1, F1, +0.1"),
     "micro_batch": (1, "ours: memory"),
+    "rollouts_at_once": (64, "ours: memory"),
     "eval_every": (20, "ours"),
     "n_eval": (256, "ours"),
     "n_final": (1000, "ours"),
@@ -238,7 +244,7 @@ PROFILES: dict[str, Profile] = {
             jobs=1,
             offline=False,
             run={"student": "Qwen/Qwen2.5-0.5B-Instruct", "learning_rate": 1e-5, "questions_per_step": 32}
-            | {"max_completion": 2048, "rl_steps": 200, "eval_every": 20, "micro_batch": 8},
+            | {"max_completion": 2048, "rl_steps": 200, "eval_every": 20, "micro_batch": 8, "rollouts_at_once": 128},
         ),
         Profile(
             name="paper",
@@ -253,8 +259,20 @@ PROFILES: dict[str, Profile] = {
 }
 
 
+#: For command lines.
+PROFILE_HELP = f"{', '.join(PROFILES)}, or your own: NAME stands for results/NAME/profile.json"
+
+
+def own_profile(name: str) -> Path:
+    """Where a profile of one's own stands: beside its results, `{"like": "qwen", "student": "/data/my-qwen"}`."""
+    return Path(os.environ.get("RAPO_RESULTS", RESULTS)) / name / "profile.json"
+
+
 def load_profile(name: str, **overrides: Any) -> Profile:
     """A profile by name; overrides name a field of Profile or of RunConfig.
+
+    A name that is not in PROFILES is one of your own when `own_profile` exists: a JSON object with `like`, the name of
+    a profile here, and the fields of Profile or RunConfig that differ from it.
 
     Raises:
         ValueError: unknown profile or field, or a value of another type.
@@ -264,7 +282,7 @@ def load_profile(name: str, **overrides: Any) -> Profile:
         3
     """
     if name not in PROFILES:
-        raise ValueError(f"unknown profile {name!r}; allowed: {', '.join(PROFILES)}")
+        return _load_own(name, overrides)
     profile = PROFILES[name]
     own = {f.name for f in dataclasses.fields(Profile)} - {"name", "about", "run"}
     mine = {k: tuple(v) if isinstance(v, list) else v for k, v in overrides.items() if k in own}
@@ -273,3 +291,17 @@ def load_profile(name: str, **overrides: Any) -> Profile:
     if unknown := sorted(set(runs) - allowed):
         raise ValueError(f"unknown setting {unknown[0]!r}; allowed: {', '.join(sorted(allowed))}")
     return dataclasses.replace(profile, **_checked(Profile, mine), run={**profile.run, **_checked(RunConfig, runs)})
+
+
+def _load_own(name: str, overrides: Mapping[str, Any]) -> Profile:
+    path = own_profile(name) if name and Path(name).name == name else None
+    if path is None or not path.is_file():
+        raise ValueError(f"unknown profile {name!r}; allowed: {PROFILE_HELP}")
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(row, dict) or row.get("like") not in PROFILES:
+            raise ValueError(f"expected an object with like, one of {', '.join(PROFILES)}")
+        like = load_profile(row.pop("like"), **row | overrides)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from e
+    return dataclasses.replace(like, name=name, about=f"{like.name} with the settings of {path.name}", sources={})

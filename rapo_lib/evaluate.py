@@ -7,7 +7,7 @@ of a comparison is the run (rapo_lib.stats), not the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike
 
 from rapo_lib.pocket.world import OPERATORS, SKILLS
 from rapo_lib.policy import Policy
-from rapo_lib.rewards import pocket_reward
-from rapo_lib.rollout import RolloutRequest, SamplingLimits, sample_rollouts
+from rapo_lib.rewards import Reward, pocket_reward
+from rapo_lib.rollout import RolloutRequest, SamplingLimits, sample_and_score
 from rapo_lib.stats import wilson
 from rapo_lib.tasks import Question
 from rapo_lib.tools import Toolbox
@@ -36,7 +36,8 @@ def evaluate(
     greedy: bool = False,
     temperature: float = 1.0,
     n_samples: int = 1,
-    reward: Callable[[Rollout, Question, Protocol], float] = pocket_reward,
+    reward: Reward = pocket_reward,
+    at_once: int = BATCH,
 ) -> pd.DataFrame:
     """Answer questions without retrieval.
 
@@ -44,7 +45,7 @@ def evaluate(
         policy: who answers. questions: held-out ones. toolbox: with the facts of their split.
         limits: as in training. seed: of the random streams; the same for two policies draws the same numbers.
         greedy: take the most likely token each time. temperature: of sampling.
-        n_samples: rollouts of one question. reward: what counts as correct (1 or more).
+        n_samples: rollouts of one question. reward: what counts as correct (1 or more). at_once: rollouts of a batch.
 
     Returns:
         One row a rollout: question_id, place, family, n_hard, max_steps, correct, end_reason, tokens (completion
@@ -57,23 +58,20 @@ def evaluate(
     if not questions:
         raise ValueError("there are no questions to evaluate on")
     requests = [RolloutRequest(q, place) for q in questions for place in range(n_samples)]
-    rows = []
-    for first in range(0, len(requests), BATCH):
-        part = requests[first : first + BATCH]
-        batch = sample_rollouts(
-            policy,
-            part,
-            toolbox,
-            limits=limits,
-            seed=seed,
-            stream=("evaluate",),
-            greedy=greedy,
-            temperature=temperature,
-        )
-        for request, rollout in zip(part, batch.rollouts, strict=True):
-            rollout.reward = reward(rollout, request.question, policy.protocol)
-            rows.append(evaluation_row(rollout, request.question, policy.protocol))
-    return pd.DataFrame(rows)
+    rollouts = sample_and_score(
+        policy,
+        requests,
+        toolbox,
+        reward=reward,
+        at_once=at_once,
+        limits=limits,
+        seed=seed,
+        stream=("evaluate",),
+        greedy=greedy,
+        temperature=temperature,
+    ).rollouts
+    pairs = zip(requests, rollouts, strict=True)
+    return pd.DataFrame([evaluation_row(r, request.question, policy.protocol) for request, r in pairs])
 
 
 def evaluation_row(rollout: Rollout, question: Question, protocol: Protocol) -> dict:

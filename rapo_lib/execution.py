@@ -30,12 +30,13 @@ from rapo_lib.buffer import (
     select_trajectories,
 )
 from rapo_lib.checkpoints import latest_checkpoint, refuse_other_run
-from rapo_lib.config import RESULTS, RunConfig, child_rng
-from rapo_lib.evaluate import evaluate, summarise_skills
+from rapo_lib.config import RESULTS, ROOT, RunConfig, child_rng
+from rapo_lib.evaluate import BATCH, evaluate, summarise_skills
 from rapo_lib.guard import CollapseGuard
 from rapo_lib.methods import Method, get_method
 from rapo_lib.pocket.files import POCKET, checked
 from rapo_lib.policy import Policy, add_lora, load_policy, load_tokenizer, save_adapter
+from rapo_lib.rewards import get_reward
 from rapo_lib.rollout import SamplingLimits
 from rapo_lib.runs import WORK, buffer_teachers
 from rapo_lib.tasks import SPLITS, Question, check_disjoint, load_pocket_questions, required_tools
@@ -84,7 +85,7 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
             of the evaluation.
     """
     torch.set_num_threads(config.threads)
-    method = get_method(config.method)
+    method, reward = get_method(config.method), get_reward(config.reward)
     train, validation, test = (questions_of(config, split) for split in SPLITS)
     check_disjoint(train, [*validation, *test])
     toolbox = toolbox_of(config, "train")
@@ -107,7 +108,7 @@ def execute_run(config: RunConfig, folder: Path) -> dict[str, Any]:
         train_sft(policy, teacher, config, work, **how)
     else:
         how = {"on_rl_step": recorder.on_rl_step, "checkpoint_every": RL_EVERY, "on_checkpoint": recorder.save_state}
-        how["teacher"] = teacher if method.off_policy else []
+        how |= {"teacher": teacher if method.off_policy else [], "reward": reward}
         trainer = RAPOTrainer(policy, train, toolbox, retriever, config, method, work, **how)
         trainer.train(resume_from_checkpoint=True)
     return recorder.finish(test[: config.n_final]) if first else {}
@@ -117,13 +118,18 @@ def questions_of(config: RunConfig, split: str) -> list[Question]:
     """The questions of one split of a run's question set."""
     if config.questions == "pocket":
         return load_pocket_questions(config.regime, split)
-    return load_benchmark(config.questions, split)
+    return load_benchmark(_place_of(config.questions), split)
+
+
+def _place_of(questions: str) -> str:
+    """A name, or the folder: as given, else below the repository, since notebooks run in a folder of their own."""
+    return str(ROOT / questions) if (ROOT / questions).is_dir() else questions
 
 
 def toolbox_of(config: RunConfig, split: str) -> Toolbox:
     """The tools of a run's question set, over the facts of one split where splits differ in them."""
     if config.questions != "pocket":
-        return make_toolbox(config.questions, split, config.search)
+        return make_toolbox(_place_of(config.questions), split, config.search)
     if config.search:
         raise ValueError(f"search is {config.search!r}, but pocket questions are about facts that no server knows")
     return make_pocket_toolbox(split)
@@ -320,6 +326,7 @@ class Recorder:
         self._write_table("final", pd.concat(tables, ignore_index=True))
         self._save()
         save_adapter(self.policy, self.folder / "adapter")
+        facts["processes"] = int(os.environ.get("WORLD_SIZE", "1"))
         facts |= {"n_final": len(questions), "train_sec": round(self.train_sec, 1), "alarms": self.alarms}
         return facts | {"best": self.best, "resumed_at": self.resumed_at}
 
@@ -345,6 +352,7 @@ class Recorder:
             seed=EVALUATION_SEED,
             greedy=greedy,
             temperature=c.temperature,
+            at_once=c.rollouts_at_once or BATCH,
         )
 
     def _add(self, split: str, rl_step: int, table: pd.DataFrame, *, greedy: bool) -> None:

@@ -19,8 +19,7 @@ from rapo_lib.methods import get_method
 from rapo_lib.objective import group_normalise, rollout_retrieval_reward, shaping_factor
 from rapo_lib.pocket.world import SKILLS
 from rapo_lib.policy import Policy
-from rapo_lib.rewards import pocket_reward
-from rapo_lib.rollout import RolloutRequest, SamplingLimits, coin, sample_rollouts
+from rapo_lib.rollout import RolloutRequest, SamplingLimits, coin, sample_and_score
 from rapo_lib.tasks import Question
 from rapo_lib.traces import ACTIONS, Protocol, Rollout
 from rapo_lib.trainer import score_tokens
@@ -46,7 +45,7 @@ def sample_groups(
     """
     n_on = config.group_size - config.n_hybrid
     requests = [RolloutRequest(q, place, hybrid=place >= n_on) for q in questions for place in range(config.group_size)]
-    batch = sample_rollouts(
+    batch = sample_and_score(
         policy,
         requests,
         toolbox,
@@ -57,8 +56,6 @@ def sample_groups(
         retriever=retriever,
         when_to_retrieve=coin(config.retrieval_prob),
     )
-    for rollout, request in zip(batch.rollouts, requests, strict=True):
-        rollout.reward = pocket_reward(rollout, request.question, policy.protocol)
     return batch.rollouts
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 
@@ -275,6 +275,22 @@ def released_reward(rollout: Rollout, question: Question, protocol: Protocol) ->
     used = {s.info["tool"] for s in rollout.tool_calls}
     right = any(answers_equal(answer, gold) for gold in question.answers)
     return max(f1(answer, gold) for gold in question.answers) + 0.1 * (right and {"search", "python"} <= used)
+
+
+Reward = Callable[[Rollout, Question, Protocol], float]
+#: Outcome rewards by the name that `RunConfig.reward` has.
+REWARDS: Mapping[str, Reward] = {"pocket": pocket_reward, "released": released_reward}
+
+
+def get_reward(name: str) -> Reward:
+    """The outcome reward of that name.
+
+    Raises:
+        ValueError: an unknown name; the message lists the valid ones.
+    """
+    if name not in REWARDS:
+        raise ValueError(f"unknown reward {name!r}; allowed: {', '.join(REWARDS)}")
+    return REWARDS[name]
 
 
 if __name__ == "__main__":

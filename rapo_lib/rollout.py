@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ import torch
 
 from rapo_lib.config import RunConfig, child_rng
 from rapo_lib.policy import Decoder, Policy, make_decoder, sample_tokens
+from rapo_lib.rewards import Reward, pocket_reward
 from rapo_lib.traces import STOP_TAGS, Rollout, Segment, history_text, parse_step
 
 if TYPE_CHECKING:
@@ -92,6 +93,10 @@ class RolloutStats:
     generated_tokens: int = 0
     fed_tokens: int = 0
     model_calls: int = 0
+
+    def __add__(self, other: RolloutStats) -> RolloutStats:
+        """The cost of two batches, one after the other."""
+        return RolloutStats(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass
@@ -246,6 +251,37 @@ def sample_rollouts(
         raise ValueError(f"temperature is {temperature}; it must be above 0 (greedy=True takes the most likely token)")
     sampler = _Sampler(policy, requests, toolbox, limits, seed, stream, retriever, when_to_retrieve)
     return sampler.run(temperature, greedy)
+
+
+def sample_and_score(
+    policy: Policy,
+    requests: Sequence[RolloutRequest],
+    toolbox: Toolbox,
+    *,
+    reward: Reward = pocket_reward,
+    sampler: Callable[..., RolloutBatch] = sample_rollouts,
+    at_once: int = 0,
+    **how: Any,
+) -> RolloutBatch:
+    """Sample rollouts and give each its outcome reward: what training, evaluation and teachers all do.
+
+    Args:
+        policy: who writes. requests: what is asked; none gives none. toolbox: runs actions. reward: (rollout, question,
+            protocol) -> outcome reward. sampler: makes the rollouts. at_once: rollouts of one batch at most, for
+            memory; 0 samples all in one. how: everything else that `sample_rollouts` takes.
+
+    Returns:
+        Rollouts in the order of the requests, with rewards, and the cost.
+    """
+    out = RolloutBatch([], RolloutStats())
+    for first in range(0, len(requests), at_once or len(requests) or 1):
+        part = requests[first : first + at_once] if at_once else requests
+        batch = sampler(policy, part, toolbox, **how)
+        for rollout, request in zip(batch.rollouts, part, strict=True):
+            rollout.reward = reward(rollout, request.question, policy.protocol)
+        out.rollouts += batch.rollouts
+        out.stats += batch.stats
+    return out
 
 
 class _Sampler:

@@ -35,7 +35,7 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from rapo_lib.config import DATA, PROFILES, RESULTS, ROOT, RunConfig, load_profile
+from rapo_lib.config import DATA, PROFILE_HELP, RESULTS, ROOT, RunConfig, load_profile
 from rapo_lib.traces import Rollout, file_sha256, load_jsonl, write_text_atomic
 
 #: Modules that only look at runs; a change in them makes no run stale.
@@ -51,6 +51,7 @@ LOOKING_ON = {
     "bench.py",
     "hybrids.py",
     "launch.py",
+    "cluster.py",
     "study.py",
     "teach.py",
     "serve.py",
@@ -66,7 +67,8 @@ LOOKING_ON = {
     "__init__.py",
 }
 #: Names in config.py that choose runs but do not act inside one.
-CHOOSING = {"MAIN_METHODS", "Profile", "PROFILES", "load_profile", "field_table"}
+CHOOSING = {"MAIN_METHODS", "Profile", "PROFILES", "PROFILE_HELP", "_PAPER", "load_profile", "_load_own"}
+CHOOSING |= {"own_profile", "field_table"}
 EXECUTOR = "rapo_lib.execution:execute_run"
 #: Folder inside a run's partial folder for what only an interrupted run needs; gone when the run is done.
 WORK = "work"
@@ -147,7 +149,7 @@ def _acting_modules() -> list[Path]:
 
 def _data_of(config: RunConfig) -> list[Path]:
     if config.questions != "pocket":
-        return [Path(config.questions), ROOT / config.student, *buffer_paths(config)]
+        return [ROOT / config.questions, ROOT / config.student, *buffer_paths(config)]
     pocket = DATA / "pocket"
     questions = [pocket / "questions" / f"{config.regime}_{split}.jsonl" for split in ("train", "validation", "test")]
     return [*questions, pocket / "wiki", pocket / "python_prelude.py", ROOT / config.student, *buffer_paths(config)]
@@ -307,6 +309,7 @@ def run_many(
     jobs: int = 2,
     executor: str = EXECUTOR,
     say: Callable[[str], None] = print,
+    work: Callable[[list[Run], int, str, Callable[[str], None]], None] | None = None,
 ) -> list[Run]:
     """Do the runs that are missing, `jobs` at once, and return them all in the order given.
 
@@ -319,6 +322,7 @@ def run_many(
         jobs: worker processes, each with the threads that its configuration names.
         executor: `module:function` called with (config, folder).
         say: gets one line a run.
+        work: does the missing runs, called with (runs, jobs, executor, say); None: workers of this machine.
 
     Returns:
         Runs with their folders.
@@ -333,7 +337,7 @@ def run_many(
         missing = {r.folder: r for r, f in zip(runs, found, strict=True) if f is None}
         if len(missing) < len(runs):
             say(f"{len(runs) - len(missing)} of {len(runs)} runs are there already")
-        _work(_unique(missing.values()), jobs, executor, say)
+        (work or _work)(_unique(missing.values()), jobs, executor, say)
         return [f or _find(r, folder) or r for r, f in zip(runs, found, strict=True)]
 
 
@@ -447,7 +451,7 @@ class Worker:
             answer = self.process.stdout.readline()
         except (BrokenPipeError, ValueError):
             answer = ""
-        log = _partial(run.folder) / "log.txt"
+        log = partial_folder(run.folder) / "log.txt"
         if not answer:
             raise RunFailed(f"{run.label}: its process died (exit code {self.process.wait()})\n{_tail(log)}")
         reply = json.loads(answer)
@@ -536,7 +540,7 @@ def _to_log(path: Path):
                 os.close(old)
 
 
-def _partial(folder: Path) -> Path:
+def partial_folder(folder: Path) -> Path:
     """Where a run is written before it is moved to its place."""
     return folder.with_name(f".{folder.name}.partial")
 
@@ -546,11 +550,14 @@ def _lock_file(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
-def do_run(executor: str, folder: Path, config: RunConfig, inputs: str) -> str:
+def do_run(
+    executor: str, folder: Path, config: RunConfig, inputs: str, begins: Callable[[], None] = lambda: None
+) -> str:
     """Do a run, or go on with it, beside its place, and move it there whole.
 
     Args:
         executor: `module:function`. folder: its place. config: what to run. inputs: hash of modules and data.
+        begins: called when there is something to do and the folder is prepared.
 
     Returns:
         One line about the run.
@@ -558,7 +565,7 @@ def do_run(executor: str, folder: Path, config: RunConfig, inputs: str) -> str:
     Raises:
         ValueError: the partial folder belongs to another configuration.
     """
-    partial = _partial(folder)
+    partial = partial_folder(folder)
     partial.parent.mkdir(parents=True, exist_ok=True)
     # A worker whose parent was killed may still be ending; the system frees its lock when it is gone.
     with FileLock(_lock_file(folder)):
@@ -567,6 +574,7 @@ def do_run(executor: str, folder: Path, config: RunConfig, inputs: str) -> str:
         _prepare(partial, config, inputs)
         done = read_done(partial, config, inputs)
         if not done:
+            begins()
             with _to_log(partial / "log.txt"):
                 done = finish_run(executor, partial, inputs)
         shutil.rmtree(partial / WORK, ignore_errors=True)
@@ -661,13 +669,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rapo_lib.runs", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("notebooks", help="execute the notebooks in order; finished ones are kept")
-    p.add_argument("--profile", default="pocket", choices=list(PROFILES))
+    p.add_argument("--profile", default="pocket", help=PROFILE_HELP)
     p.add_argument("--only", default="", help="numbers such as 05,06")
     p.add_argument("--jobs", type=int, help="training runs at once (default: the profile's)")
     p.add_argument("--fresh", action="store_true", help="do finished notebooks and their runs again")
     p.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+    p.add_argument("--tokens-per-sec", type=float, help="for the hours of a dry run (default: an assumption)")
     p = commands.add_parser("html", help="export the executed notebooks as HTML pages")
-    p.add_argument("--profile", default="pocket", choices=list(PROFILES))
+    p.add_argument("--profile", default="pocket", help=PROFILE_HELP)
     p = commands.add_parser("worker", help="used by run_many")
     p.add_argument("executor")
     a = parser.parse_args(arguments)
@@ -677,15 +686,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # a path that the locale cannot write must not end the batch
     from rapo_lib import driver
 
+    try:
+        profile = load_profile(a.profile)
+    except ValueError as e:
+        parser.error(str(e))
     if a.command == "html":
         return driver.export_html(a.profile)
     if a.dry_run:
         from rapo_lib import launch
 
-        return launch.print_plans(load_profile(a.profile), a.jobs)
-    return driver.run_notebooks(
-        load_profile(a.profile), only=[x for x in a.only.split(",") if x], jobs=a.jobs, fresh=a.fresh
-    )
+        return launch.print_plans(profile, a.jobs, a.tokens_per_sec)
+    if profile.config("rapo").questions != "pocket":
+        parser.error(
+            f"the notebooks are about the pocket world, and profile {profile.name} is not; do its runs with "
+            f"python -m rapo_lib.launch --profile {profile.name} --out FOLDER"
+        )
+    return driver.run_notebooks(profile, only=[x for x in a.only.split(",") if x], jobs=a.jobs, fresh=a.fresh)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from rapo_lib.config import PROFILES, RESULTS, Profile, RunConfig, load_profile
+from rapo_lib.config import PROFILE_HELP, RESULTS, Profile, RunConfig, load_profile
 from rapo_lib.pocket.files import compare_checksums
 from rapo_lib.runs import EXECUTOR, UNCHECKED, Run, find_runs, inputs_hash, load_config, run_many, runs_folder
 from rapo_lib.traces import file_sha256, write_text_atomic
@@ -154,8 +155,8 @@ def work_of(config: RunConfig) -> int:
     )
 
 
-def measured_seconds(folders: Iterable[Path]) -> pd.DataFrame:
-    """One row a finished run below some `runs` folders: method, regime, seconds and work (`work_of`).
+def measured_seconds(folders: Iterable[Path], student: str = RunConfig.student) -> pd.DataFrame:
+    """One row a finished run of a student below some `runs` folders: method, regime, seconds and work (`work_of`).
 
     Runs that were taken up again are left out: their seconds are those of the last process alone.
     """
@@ -164,7 +165,8 @@ def measured_seconds(folders: Iterable[Path]) -> pd.DataFrame:
         done = json.loads(path.read_text(encoding="utf-8"))
         if not done.get("resumed_at"):
             config = load_config(path.parent)
-            rows.append((config.method, config.regime, done["seconds"], work_of(config)))
+            if config.student == student:
+                rows.append((config.method, config.regime, done["seconds"], work_of(config)))
     return pd.DataFrame(rows, columns=["method", "regime", "seconds", "work"])
 
 
@@ -192,7 +194,7 @@ def plan_table(profile: Profile, jobs: int | None = None) -> pd.DataFrame:
     A run that several experiments share counts in the first one. Seconds come from the profile's finished runs and
     from results/reference.
     """
-    measured = measured_seconds([runs_folder(profile.name), REFERENCE / "runs"])
+    measured = measured_seconds([runs_folder(profile.name), REFERENCE / "runs"], profile.config("grpo").student)
     seen: set[RunConfig] = set()
     rows = []
     for name, plan in everything(profile).items():
@@ -208,10 +210,12 @@ def plan_table(profile: Profile, jobs: int | None = None) -> pd.DataFrame:
 def time_line(profile: Profile, jobs: int | None = None) -> str:
     """One sentence on what is missing and how long it will take."""
     table = plan_table(profile, jobs)
-    total, missing, minutes = table["runs"].sum(), table["missing"].sum(), table["minutes"].sum()
+    total, missing, minutes = table["runs"].sum(), table["missing"].sum(), table["minutes"].sum(skipna=False)
     line = f"{total} training runs, {total - missing} there, {missing} missing"
     if not missing:
         return line
+    if pd.isna(minutes):
+        return f"{line}; no run of this student was timed yet"
     long = f"{minutes / 60:.1f} hours" if minutes > 100 else f"{max(minutes, 1):.0f} minutes"
     return f"{line}: about {long} with {jobs or profile.jobs} at once, by the times of earlier runs"
 
@@ -357,25 +361,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     for name, text in about.items():
         p = commands.add_parser(name, help=text)
-        p.add_argument("--profile", default="study", choices=list(PROFILES))
+        p.add_argument("--profile", default="study", help=PROFILE_HELP)
         p.add_argument("--jobs", type=int, help="training runs at once (default: the profile's)")
+        if name == "plan":
+            p.add_argument("--tokens-per-sec", type=float, help="for the hours of one run (default: an assumption)")
         if name == "run":
             p.add_argument("experiments", nargs="*", help=f"of {', '.join(EXPERIMENTS)}; none: all")
+            p.add_argument("--on", help="slurm or local: each run is a job, through submitit")
+            p.add_argument("--job", action="append", default=[], metavar="NAME=VALUE", help="submitit's parameters")
         if name == "carry":
             p.add_argument("source", type=Path, help="a results folder with runs/, such as results/reference")
     a = parser.parse_args(arguments)
-    profile = load_profile(a.profile)
+    try:
+        profile = load_profile(a.profile)
+    except ValueError as e:
+        parser.error(str(e))
     jobs = a.jobs or profile.jobs
     if a.command == "plan":
-        print(plan_table(profile, jobs).to_string(index=False, float_format="%.0f"))
-        print(time_line(profile, jobs))
-    elif a.command == "run":
+        from rapo_lib import launch  # which itself reads this table
+
+        return launch.print_plans(profile, jobs, a.tokens_per_sec)
+    if a.command == "run":
         for name in a.experiments or everything(profile):
             print(f"{name}:", flush=True)
-            run_many(planned(profile, name), profile=profile.name, experiment=name, jobs=jobs)
+            run_many(planned(profile, name), profile=profile.name, experiment=name, jobs=jobs, work=_workers(a))
     else:
         print(carry(profile.name, a.source, jobs=jobs))
     return 0
+
+
+def _workers(a: argparse.Namespace) -> Callable[..., None] | None:
+    """Who does the runs: processes of this machine, or jobs of a cluster."""
+    if not a.on:
+        return None
+    from rapo_lib import cluster, launch
+
+    folder = runs_folder(a.profile).parent / "jobs"
+    return partial(cluster.submit_runs, cluster=a.on, folder=folder, parameters=launch.parse_pairs(a.job))
 
 
 if __name__ == "__main__":

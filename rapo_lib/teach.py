@@ -8,6 +8,8 @@ where it stopped. Trajectories of the pocket teachers ship with the package; not
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
 from collections import Counter
@@ -19,11 +21,10 @@ import torch
 from rapo_lib.config import RunConfig
 from rapo_lib.execution import questions_of, toolbox_of
 from rapo_lib.policy import Policy, load_policy
-from rapo_lib.rewards import pocket_reward
-from rapo_lib.rollout import RolloutRequest, SamplingLimits, sample_rollouts
+from rapo_lib.rollout import RolloutRequest, SamplingLimits, sample_and_score
 from rapo_lib.tasks import Question
 from rapo_lib.tools import Toolbox
-from rapo_lib.traces import Rollout, jsonl_line, load_rollouts, write_bytes_atomic
+from rapo_lib.traces import iter_rollouts, jsonl_line
 
 #: Splits that a teacher may see: test questions stay unseen.
 SPLITS = ("train", "validation")
@@ -60,9 +61,8 @@ def teach(
     if n < 1:
         raise ValueError(f"n is {n}; at least 1 trajectory a question")
     out = Path(out)
-    found = load_rollouts(out, len(policy.tokenizer)) if out.exists() and out.stat().st_size else []
-    _check_same_work(found, questions, n, out)
-    there = Counter(r.question_id for r in found)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    there, right = _there(out, questions, n, len(policy.tokenizer), say)
     due = [q for q in questions if there[q.id] < n]
     if len(due) < len(questions):
         say(f"{len(questions) - len(due)} of {len(questions)} questions are in {out.name} already")
@@ -70,33 +70,51 @@ def teach(
     for first in range(0, len(due), batch):
         part = [RolloutRequest(q, place) for q in due[first : first + batch] for place in range(n)]
         how = {"limits": limits, "seed": seed, "stream": ("teach",), "temperature": temperature}
-        new = sample_rollouts(policy, part, toolbox, **how).rollouts
-        for rollout, request in zip(new, part, strict=True):
-            rollout.reward = pocket_reward(rollout, request.question, policy.protocol)
-        _append(out, new)
-        found += new
+        new = sample_and_score(policy, part, toolbox, **how).rollouts
+        with open(out, "a", encoding="utf-8") as f:  # what a kill leaves of these lines is cut off the next time
+            f.writelines(jsonl_line(r.to_dict()) for r in new)
+        there.update(r.question_id for r in new)
+        right.update(r.question_id for r in new if r.reward == 1.0)
         done = min(first + batch, len(due))
         left = (time.perf_counter() - began) / done * (len(due) - done)
-        right = sum(r.reward == 1.0 for r in found)
-        say(f"{done}/{len(due)} questions, {right} of {len(found)} rollouts right, {left / 60:.0f} min left")
-    right = [r for r in found if r.reward == 1.0]
-    return Counter(rollouts=len(found), right=len(right), questions=len({r.question_id for r in right}))
+        rate = f"{right.total():,} of {there.total():,} rollouts right"
+        say(f"{done}/{len(due)} questions, {rate}, {left / 60:.0f} min left")
+    return Counter(rollouts=there.total(), right=right.total(), questions=len(right))
 
 
-def _check_same_work(found: Sequence[Rollout], questions: Sequence[Question], n: int, out: Path) -> None:
-    known = {q.id for q in questions}
-    foreign = [r.question_id for r in found if r.question_id not in known]
-    if foreign:
-        raise ValueError(f"{out} holds rollouts of other questions ({foreign[0]!r}); name another file")
-    counts = Counter(r.question_id for r in found)
-    if counts and set(counts.values()) != {n}:
-        raise ValueError(f"{out} holds {max(counts.values())} rollouts of a question, not {n}; name another file")
+def _there(
+    out: Path, questions: Sequence[Question], n: int, n_ids: int, say: Callable[[str], None]
+) -> tuple[Counter[str], Counter[str]]:
+    """Rollouts, and right ones, of each question that the file holds already; it is made when there is none."""
+    with open(out, "ab"):
+        pass
+    if cut := _cut_unfinished(out, n):
+        say(f"{out.name}: {cut} lines of a question that was not finished are cut off")
+    known, there, right = {q.id for q in questions}, Counter(), Counter()
+    for rollout in iter_rollouts(out, n_ids):
+        if rollout.question_id not in known:
+            raise ValueError(f"{out} holds rollouts of other questions ({rollout.question_id!r}); name another file")
+        there[rollout.question_id] += 1
+        right[rollout.question_id] += rollout.reward == 1.0
+    if there and set(there.values()) != {n}:
+        raise ValueError(f"{out} holds {max(there.values())} rollouts of a question, not {n}; name another file")
+    return there, +right
 
 
-def _append(out: Path, rollouts: Sequence[Rollout]) -> None:
-    """Add a batch so that a kill leaves all of it or none."""
-    kept = out.read_bytes() if out.exists() else b""
-    write_bytes_atomic(out, kept + "".join(jsonl_line(r.to_dict()) for r in rollouts).encode())
+def _cut_unfinished(out: Path, n: int) -> int:
+    """Cut off what a kill left of the last question: a torn line, and fewer lines than n; returns their number."""
+    places, questions, place = [], [], 0
+    with open(out, "rb") as f:
+        for line in f:
+            places.append(place)
+            questions.append(json.loads(line).get("question_id") if line.endswith(b"\n") else None)
+            place += len(line)
+    keep = len(questions) - (questions[-1:] == [None])
+    of_last = sum(q == questions[keep - 1] for q in questions[max(0, keep - n) : keep])
+    keep -= of_last if of_last < n else 0
+    if keep < len(questions):
+        os.truncate(out, places[keep])
+    return len(questions) - keep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -721,7 +721,12 @@ def save_rollouts(path: Path | str, rollouts: Iterable[Rollout]) -> None:
 
 
 def load_rollouts(path: Path | str, n_vocab: int | None = None) -> list[Rollout]:
-    """Read what `save_rollouts` wrote.
+    """Read what `save_rollouts` wrote; arguments and errors are those of `iter_rollouts`."""
+    return list(iter_rollouts(path, n_vocab))
+
+
+def iter_rollouts(path: Path | str, n_vocab: int | None = None) -> Iterator[Rollout]:
+    """Read what `save_rollouts` wrote, one rollout after the other.
 
     Args:
         path: a JSONL file.
@@ -732,15 +737,14 @@ def load_rollouts(path: Path | str, n_vocab: int | None = None) -> list[Rollout]
     """
     from rapo_lib.pocket.files import checked  # which itself writes with this module
 
-    rollouts = []
     for n, row in enumerate(load_jsonl(checked(Path(path))), 1):
         try:
-            rollouts.append(Rollout.from_dict(row))
+            rollout = Rollout.from_dict(row)
             if n_vocab is not None:
-                _check_vocabulary(rollouts[-1], n_vocab)
+                _check_vocabulary(rollout, n_vocab)
         except ValueError as e:
             raise ValueError(f"{path}, line {n}: {e}") from None
-    return rollouts
+        yield rollout
 
 
 def _check_vocabulary(rollout: Rollout, n_vocab: int) -> None:

@@ -55,20 +55,30 @@ from rapo_lib.objective import (
     token_logps_and_entropies,
 )
 from rapo_lib.policy import Policy, has_adapter
-from rapo_lib.rewards import pocket_reward
-from rapo_lib.rollout import RolloutBatch, RolloutRequest, RolloutStats, SamplingLimits, sample_rollouts
+from rapo_lib.rewards import Reward, pocket_reward
+from rapo_lib.rollout import (
+    RolloutBatch,
+    RolloutRequest,
+    SamplingLimits,
+    sample_and_score,
+    sample_rollouts,
+)
 from rapo_lib.tasks import Question
-from rapo_lib.traces import Protocol, Rollout
+from rapo_lib.traces import Rollout
+from rapo_lib.vllm_sampler import TurnSampler, check_vllm, engine_of, vllm_settings
 
-Reward = Callable[[Rollout, Question, Protocol], float]
 #: Padded tokens of one forward pass on a CPU: activations of this size stay in its cache.
 CPU_CHUNK_TOKENS = 2048
+#: Who samples in training (`RunConfig.generator`): `rapo_lib.rollout`, or vLLM through TRL.
+GENERATORS = ("own", "vllm")
 #: The released code's clip range (below, above) and dual clip (arXiv 2603.03078, released scripts).
 RELEASED_CLIP, RELEASED_DUAL_CLIP = (0.2, 0.28), 3.0
 #: Above this many parameters activations are recomputed in the backward pass, and micro-batches are small.
 CHECKPOINTING_FROM = 100_000_000
 #: Completion tokens of a micro-batch of such a model at most, unless one rollout alone may be longer.
 LARGE_MICRO_BATCH_TOKENS = 16_384
+#: How long a process waits for another one: the first one alone evaluates, which takes hours with a large model.
+DDP_TIMEOUT_SEC = 24 * 3600
 #: Float32 logits held at once; above this they are computed in chunks (the work on a chunk holds about six such).
 LOGITS_BYTES = 128 << 20
 #: Model types whose forward ends in `lm_head(hidden)` and nothing behind it; others compute their logits whole.
@@ -180,6 +190,13 @@ def score_rollouts(policy: Policy, rollouts: Sequence[Rollout], temperature: flo
     Returns:
         One list a rollout, one number a completion token; 0.0 where the policy did not write.
     """
+    return logps_and_entropies(policy, rollouts, temperature)[0]
+
+
+def logps_and_entropies(
+    policy: Policy, rollouts: Sequence[Rollout], temperature: float = 1.0
+) -> tuple[list[list[float]], list[list[float]]]:
+    """As `score_rollouts`, and entropies in nats of the distributions that the tokens came from."""
     prompts = [torch.tensor(r.prompt_ids) for r in rollouts]
     rest = [torch.tensor(r.completion_ids) for r in rollouts]
     masks = [torch.tensor(r.policy_mask) for r in rollouts]
@@ -189,8 +206,9 @@ def score_rollouts(policy: Policy, rollouts: Sequence[Rollout], temperature: flo
     attention = torch.cat([pad_sequence(ones[0], **left), pad_sequence(ones[1], **right)], 1)
     arguments = (x.to(policy.device) for x in (ids, attention, pad_sequence(masks, **right)))
     with torch.no_grad():
-        logps, _ = score_tokens(policy.model, *arguments, temperature=temperature, max_tokens=CPU_CHUNK_TOKENS)
-    return [row[: len(c)].tolist() for row, c in zip(logps, rest, strict=True)]
+        scored = score_tokens(policy.model, *arguments, temperature=temperature, max_tokens=CPU_CHUNK_TOKENS)
+    logps, entropies = ([row[: len(c)].tolist() for row, c in zip(x, rest, strict=True)] for x in scored)
+    return logps, entropies
 
 
 # ------------------------------------------------------------------------------------------ the trainer
@@ -216,6 +234,7 @@ def optimiser_settings(config: RunConfig, policy: Policy) -> dict[str, Any]:
         gradient_checkpointing=policy.model.num_parameters() > CHECKPOINTING_FROM,
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,  # processes run different numbers of forward passes, and no buffer changes
+        ddp_timeout=DDP_TIMEOUT_SEC,
         seed=config.seed,
         logging_steps=1,
         report_to="none",
@@ -258,11 +277,14 @@ def grpo_config(
     saving: dict[str, Any] = dict(save_strategy="no")
     if checkpoint_every is not None:
         saving = dict(save_strategy="steps", save_steps=checkpoint_every * config.updates_per_step)
+    if config.generator not in GENERATORS:
+        raise ValueError(f"generator is {config.generator!r}; allowed: {', '.join(GENERATORS)}")
     return GRPOConfig(
         output_dir=str(output_dir),
         **optimiser_settings(config, policy),
         **loss,
         **saving,
+        **(vllm_settings(policy.context) if config.generator == "vllm" else {}),
         beta=config.kl_coef,
         use_bias_correction_kl=False,  # TRL multiplies the KL by the ratio, which is shaped here; Eq. 11 does not
         scale_rewards="group",
@@ -397,6 +419,8 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
                 rollout_func=sample_for_trl,
                 callbacks=[*callbacks, _RLStepEnd(self)],
             )
+        if config.generator == "vllm":
+            self.sampler = TurnSampler(engine_of(self), self._score)
         self.remove_callback(PrinterCallback)
         if self.aux_loss_enabled:
             raise ValueError(
@@ -429,28 +453,28 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
             requests.append(RolloutRequest(self.questions[row], place, hybrid=place >= n_on))
         taught = [self._teachers_rollout(r) for r in requests]
         mine = [r for r, t in zip(requests, taught, strict=True) if t is None]
-        # A process of several may hold nothing but the teacher's rollouts.
-        batch = (
-            RolloutBatch([], RolloutStats())
-            if not mine
-            else self.sampler(
-                self.policy,
-                mine,
-                self.toolbox,
-                limits=SamplingLimits.of(self.config),
-                seed=self.config.seed,
-                stream=("train", self.rl_step),
-                temperature=self.config.temperature,
-                retriever=self.retriever,
-                when_to_retrieve=self.when_to_retrieve,
-            )
+        # A process of several may hold nothing but the teacher's rollouts: then there is nothing to sample.
+        batch = sample_and_score(
+            self.policy,
+            mine,
+            self.toolbox,
+            reward=self.reward,
+            sampler=self.sampler,
+            at_once=self.config.rollouts_at_once,
+            limits=SamplingLimits.of(self.config),
+            seed=self.config.seed,
+            stream=("train", self.rl_step),
+            temperature=self.config.temperature,
+            retriever=self.retriever,
+            when_to_retrieve=self.when_to_retrieve,
         )
         own = iter(batch.rollouts)
         rollouts = [next(own) if t is None else t for t in taught]
-        for rollout, request in zip(rollouts, requests, strict=True):
-            rollout.reward = self.reward(rollout, request.question, self.policy.protocol)
         self._rollouts, self._is_teachers, self._stats = rollouts, [t is not None for t in taught], batch.stats
         return rollouts
+
+    def _score(self, rollouts: Sequence[Rollout]) -> tuple[list[list[float]], list[list[float]]]:
+        return logps_and_entropies(self.policy, rollouts, self.config.temperature)
 
     def _teachers_rollout(self, request: RolloutRequest) -> Rollout | None:
         """The teacher's trajectory at a place of a group; None where the policy samples."""
@@ -461,7 +485,9 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
         if turn >= len(written):  # fewer trajectories than places: the policy fills up
             return None
         rng = child_rng(self.config.seed, "off-policy", self.rl_step, request.question.id)
-        return dataclasses.replace(written[rng.permutation(len(written))[turn]], place=request.place)
+        rollout = dataclasses.replace(written[rng.permutation(len(written))[turn]], place=request.place)
+        rollout.reward = self.reward(rollout, request.question, self.policy.protocol)
+        return rollout
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         started = time.perf_counter()
@@ -616,6 +642,15 @@ def _check(
         raise ValueError(
             f"kl_coef is {config.kl_coef}; method {method.name!r} allows 0: its ratio is not a probability's"
         )
+    if method.off_policy and config.reward != "pocket":
+        raise ValueError(
+            f"reward is {config.reward!r}, of which a rollout may earn more than the teacher's; method {method.name!r} "
+            "never clips the teacher's ratio and allows pocket"
+        )
+    if config.generator == "vllm":
+        check_vllm()
+        if method.trigger == "entropy":
+            raise ValueError(f"method {method.name!r} retrieves by entropy, which vllm tells too late; allowed: own")
     if not 0 <= method.n_off_policy(config) < config.group_size:
         raise ValueError(
             f"n_off_policy is {config.n_off_policy}; allowed: 0 to group_size - 1 = {config.group_size - 1}"

@@ -52,8 +52,30 @@ def test_overrides_reach_profile_or_run_and_unknown_ones_raise():
     ):
         with pytest.raises(ValueError, match=text):
             load_profile("pocket", **wrong)
-    with pytest.raises(ValueError, match="allowed: smoke, pocket, study, qwen"):
-        load_profile("pockte")
+    for wrong in ("pockte", "", "..", "a/b"):
+        with pytest.raises(
+            ValueError, match="allowed: smoke, pocket, study, qwen, paper, or your own: NAME stands for"
+        ):
+            load_profile(wrong)
+
+
+def test_a_profile_of_ones_own_stands_beside_its_results(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAPO_RESULTS", str(tmp_path))
+    path = tmp_path / "mine" / "profile.json"
+    path.parent.mkdir()
+    path.write_text('{"like": "qwen", "student": "/data/qwen", "rl_steps": 3, "noise_probs": [0, 1]}', encoding="utf-8")
+    mine, qwen = load_profile("mine", jobs=3), load_profile("qwen")
+    assert (mine.name, mine.jobs, mine.noise_probs, mine.offline) == ("mine", 3, (0, 1), False)
+    assert mine.config("rapo") == qwen.config("rapo").replace(student="/data/qwen", rl_steps=3)
+    for text, message in (
+        ('{"like": "mine"}', "expected an object with like, one of smoke"),
+        ("[1]", "expected an object"),
+        ('{"like": "smoke", "rl_stepz": 3}', "unknown setting 'rl_stepz'"),
+        ("{", "profile.json: "),
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            load_profile("mine")
 
 
 def test_hash_of_a_profile_ignores_jobs_alone():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rapo_lib import launch
+from rapo_lib import launch, runs
 from rapo_lib.config import PROFILES, ROOT, RunConfig, load_profile
 from rapo_lib.launch import parse_settings, plan_of, print_plans
 
@@ -29,7 +30,7 @@ def command(folder, method, n_processes=1):
         port = str(s.getsockname()[1])
     several = ["-m", "torch.distributed.run", "--nproc_per_node", str(n_processes), "--master_port", port]
     launcher = several if n_processes > 1 else []
-    more = ["--profile", "pocket", "--method", method, "--out", str(folder), *settings]
+    more = ["--profile", "pocket", "--method", method, "--processes", str(n_processes), "--out", str(folder), *settings]
     env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *launcher, "-m", "rapo_lib.launch", *more],
@@ -54,15 +55,43 @@ def test_two_processes_do_the_run_of_one(tmp_path):
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-5)
     done = [json.loads((tmp_path / n / "done.json").read_text(encoding="utf-8")) for n in "12"]
     assert done[0]["pass@1"] == done[1]["pass@1"] and len(list((tmp_path / "2").glob("*.parquet"))) == 3
+    assert [d["processes"] for d in done] == [1, 2] and not (tmp_path / "2" / "work").exists()
 
 
 def test_a_run_that_is_done_is_not_done_again_and_another_is_refused(tmp_path, monkeypatch):
     config = load_profile("smoke").config("grpo", rl_steps=1, eval_every=1, n_eval=2, n_final=2)
-    done = launch.launch(config, tmp_path)
-    monkeypatch.setattr(launch, "finish_run", lambda *_: pytest.fail("done twice"))
-    assert launch.launch(config, tmp_path) == done and "pass@1" in done
+    out = tmp_path / "run"
+    done = launch.launch(config, out)
+    monkeypatch.setattr(runs, "finish_run", lambda *_: pytest.fail("done twice"))
+    assert launch.launch(config, out) == done and "pass@1" in done
     with pytest.raises(ValueError, match="holds a run with other settings; name another folder"):
-        launch.launch(config.replace(seed=1), tmp_path)
+        launch.launch(config.replace(seed=1), out)
+
+
+def test_a_folder_that_is_no_run_s_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("chapter 1", encoding="utf-8")
+    for place in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(ValueError, match="exists and holds no run; name a new folder"):
+            launch.launch(RunConfig(), place)
+    assert (tmp_path / "thesis.tex").read_text(encoding="utf-8") == "chapter 1"
+
+
+def test_a_missing_process_is_noticed(capsys, monkeypatch, tmp_path):
+    """`accelerate launch --cpu --num_processes 2` starts one process, and says nothing."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        launch.main(["--processes", "2", "--out", str(tmp_path / "x")])
+    assert "--processes is 2, but there is 1; start them with torchrun --nproc_per_node 2" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launch.check_processes(2) is None and launch.check_processes(None) is None
+
+
+def test_a_configuration_file_says_it_all(tmp_path, monkeypatch):
+    path, asked = tmp_path / "run.json", []
+    path.write_text(json.dumps(dataclasses.asdict(RunConfig(method="sft", seed=3))), encoding="utf-8")
+    monkeypatch.setattr(launch, "launch", lambda config, folder: asked.append(config) or {})
+    launch.main(["--config", str(path), "--set", "sft_epochs=1", "--out", str(tmp_path / "x")])
+    assert asked == [RunConfig(method="sft", seed=3, sft_epochs=1.0)]
 
 
 def test_settings_have_the_types_of_their_fields():
@@ -71,7 +100,7 @@ def test_settings_have_the_types_of_their_fields():
         "leak_guard": True,
         "learning_rate": 1e-5,
     }
-    with pytest.raises(ValueError, match="--set 'rl_steps': expected name=value"):
+    with pytest.raises(ValueError, match="'rl_steps': expected name=value"):
         parse_settings(["rl_steps"])
     with pytest.raises(ValueError, match="'many' is no number and neither true nor false"):
         parse_settings(["rl_steps=many"])
@@ -96,13 +125,41 @@ def test_a_plan_by_hand():
     config = config.replace(eval_every=4, n_eval=5, n_final=6, updates_per_step=2)
     rows = dict(plan_of(config, tokens_per_sec=10.0)[["what", "how many"]].itertuples(index=False))
     assert rows["rollouts in training"] == "320" and rows["of them hybrid"] == "16"
-    assert rows["rollouts of a backward pass"] == "by size"
+    assert rows["GPU memory"] == "not computed"  # the pocket student has half a million parameters
     assert rows["answers in evaluations"] == "32"  # 1 + 3 evaluations of 5, and 6 twice
     assert rows["completion tokens at most"] == "35,200" and rows["hours at most"] == "1.0"
     assert (
         dict(plan_of(config.replace(method="grpo"))[["what", "how many"]].itertuples(index=False))["of them hybrid"]
         == "0"
     )
+
+
+def test_the_memory_of_a_real_size_by_hand():
+    """Qwen2.5-0.5B: 494,032,768 weights of 2 bytes; 8,798,208 of the adapter of 16; a token's keys and values take
+    12,288 bytes, and one layer's 512 are repeated 7 times."""
+    config = load_profile("qwen").config("rapo", max_completion=1488, rollouts_at_once=100)
+    rows = dict(plan_of(config)[["what", "how many"]].itertuples(index=False))
+    assert rows["GPU memory: weights"] == "1.0 GB" and rows["adapter and optimiser"] == "0.1 GB"
+    assert rows["keys and values"] == "3.2 GB"  # 100 x (512 + 1,488) x (12,288 + 3,584) = 3.17e9
+    assert rows["copy with the adapter merged"] == "0.7 GB"  # 357,826,560 x 2
+    parts = 2 * 494_032_768 + 16 * 8_798_208 + 2 * 357_826_560 + 100 * 2000 * 15_872 + 100 * 5 * 4 * 151_936 + 2e9
+    assert rows["all while sampling"] == f"{parts / 1e9:.1f} GB"
+    four = plan_of(config.replace(rollouts_at_once=0), processes=8)
+    (how,) = four[four["what"] == "keys and values"]["how it is computed"]
+    assert how.startswith("64 rollouts at once x 2,000 tokens") and how.endswith("a process of 8, computed")
+
+
+def test_a_profile_s_runs_are_added_up(capsys, monkeypatch):
+    one = RunConfig(
+        rl_steps=2, questions_per_step=3, group_size=4, eval_every=1, n_eval=5, n_final=6, max_completion=10
+    )
+    monkeypatch.setattr(launch.study, "everything", lambda p: {"x": {"a": [one, one.replace(seed=1)], "b": [one]}})
+    monkeypatch.setattr(launch.study, "plan_table", lambda *_: pd.DataFrame({"runs": [2]}))
+    monkeypatch.setattr(launch.study, "time_line", lambda *_: "")
+    print_plans(load_profile("pocket"), tokens_per_sec=0.5)
+    out = capsys.readouterr().out
+    assert "all of them, computed: 2 runs, 4 RL steps, 48 rollouts, 54 answers" in out  # 3 x 5 + 2 x 6 answers a run
+    assert "1,020 completion tokens at most: 0.6 hours at 0 tokens a second" in out  # 2,040 seconds
 
 
 @pytest.mark.parametrize("name", PROFILES)

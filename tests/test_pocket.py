@@ -321,7 +321,7 @@ def test_spare_steps_are_what_the_wasteful_teacher_needs():
     rates = []
     for extra in (0, build.TEACHERS["wasteful"].extra_steps):
         how = {"seed": 0, "stream": ("test",), "extra_steps": extra}
-        rollouts = build.sample_and_score(POCKET / "models" / "wasteful", requests, "test", **how)
+        rollouts = build.sample_with(POCKET / "models" / "wasteful", requests, "test", **how)
         rates.append(sum(r.reward for r in rollouts) / len(rollouts))
     assert rates[0] < 0.1 and rates[1] > 0.35
 

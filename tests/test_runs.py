@@ -222,8 +222,8 @@ def test_what_is_half_done_is_gone_on_with(toy, tmp_path, monkeypatch):
 def half_done(toy, config: RunConfig, inputs: str = "fixed") -> Path:
     """A partial folder as an interrupted run leaves it, with a step of work in it."""
     (place,) = plan_runs([config], toy.folder / "main")
-    runs._prepare(runs._partial(place.folder), config, inputs)
-    step = runs._partial(place.folder) / "work" / "step"
+    runs._prepare(runs.partial_folder(place.folder), config, inputs)
+    step = runs.partial_folder(place.folder) / "work" / "step"
     step.write_text("1", encoding="utf-8")
     return step
 
@@ -288,7 +288,7 @@ def test_a_folder_of_another_configuration_is_refused_and_kept(toy):
 def test_a_run_that_was_done_but_not_moved_is_moved(toy):
     """Killed after done.json was written: nothing is done again."""
     (run,) = toy([RunConfig(method="grpo")])
-    os.replace(run.folder, runs._partial(run.folder))
+    os.replace(run.folder, runs.partial_folder(run.folder))
     (run,) = toy([RunConfig(method="grpo")])
     assert run.done and len(toy.log()) == 1
 

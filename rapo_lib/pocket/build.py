@@ -118,7 +118,7 @@ def make_trajectories(root: Path = POCKET, teachers: Sequence[str] = tuple(TEACH
         for regime in how.regimes:
             questions = make_questions(regime, "train")
             requests = [RolloutRequest(q, place=k) for q in questions for k in range(how.samples)]
-            rollouts = sample_and_score(
+            rollouts = sample_with(
                 root / "models" / how.model,
                 requests,
                 "train",
@@ -182,25 +182,18 @@ def coverage(root: Path = POCKET, teachers: Sequence[str] = tuple(TEACHERS)) -> 
     return pd.DataFrame(rows).round({"MB": 2})
 
 
-def sample_and_score(
+def sample_with(
     model: Path, requests: list, split: str, *, seed: int, stream: tuple, extra_steps: int = 0, **kwargs
 ) -> list:
     """Sample one rollout a request with a pocket model and give it its outcome reward."""
     from rapo_lib.policy import load_policy
-    from rapo_lib.rewards import pocket_reward
-    from rapo_lib.rollout import SamplingLimits, sample_rollouts
+    from rapo_lib.rollout import SamplingLimits, sample_and_score
     from rapo_lib.tools import make_pocket_toolbox
 
     policy, toolbox = load_policy(str(model)), make_pocket_toolbox(split)
     limits = SamplingLimits(224 + IDS_PER_SPARE_STEP * extra_steps, 8 + extra_steps, 6, extra_steps)
-    out = []
-    for i in range(0, len(requests), 240):
-        part = requests[i : i + 240]
-        rollouts = sample_rollouts(policy, part, toolbox, limits=limits, seed=seed, stream=stream, **kwargs).rollouts
-        for request, rollout in zip(part, rollouts, strict=True):
-            rollout.reward = pocket_reward(rollout, request.question, policy.protocol)
-        out += rollouts
-    return out
+    how = {"limits": limits, "seed": seed, "stream": stream} | kwargs
+    return sample_and_score(policy, requests, toolbox, at_once=240, **how).rollouts
 
 
 def measure(
@@ -222,7 +215,7 @@ def measure(
         questions = {q.id: q for q in make_questions(regime, "test")}
         requests = [RolloutRequest(q) for q in questions.values()]
         how = {"seed": 7, "stream": ("measure",), "extra_steps": extra}
-        for r in sample_and_score(root / "models" / model, requests, "test", **how):
+        for r in sample_with(root / "models" / model, requests, "test", **how):
             q = questions[r.question_id]
             row = {"model": model, "regime": regime, "extra_steps": extra, "family": q.family, "steps": q.max_steps}
             rows.append(row | {"pass@1": r.reward})
