@@ -28,7 +28,7 @@ class Claim:
     Args:
         claim: the sentence. source: where it stands (`ours` when the paper does not say it).
         paper: the paper's number or words. x, y: variants; x is the one that should be better.
-        figure: file in results/<profile>/figures that shows both.
+        figure: file in `results/<profile>/figures` that shows both.
         column: `pass@1` on the test questions (more is better), or a cost from metrics.parquet, mean over a run (less is
             better; the ratio x / y is judged).
     """

@@ -28,8 +28,9 @@ from PIL import Image
 
 from rapo_lib.guard import KEYS, METRIC_OF, Alarm, find_alarms
 from rapo_lib.objective import retrieval_reward
+from rapo_lib.show import AUTHORS, visible
 from rapo_lib.stats import MIN_SEEDS, bootstrap_interval, t_interval
-from rapo_lib.traces import Rollout, write_bytes_atomic
+from rapo_lib.traces import Protocol, Rollout, Step, write_bytes_atomic
 
 #: Name of a column -> (axis label with its unit, meaning). Labels that end in (%) are fractions shown in percent.
 METRICS: dict[str, tuple[str, str]] = {
@@ -732,3 +733,104 @@ def plot_setting(
     _name_axis(ax, "y", metric)
     ax.grid(axis="x", visible=False)
     return ax
+
+
+# ---------------------------------------------------------------------------------------- one rollout
+
+#: Characters of a line of `plot_rollout`: of its labels, of the text beside them, and of the entropies at the right.
+LABEL_CHARS, TEXT_CHARS, ENTROPY_CHARS = 12, 85, 11
+#: Width of a character of the monospace font that comes with matplotlib, in parts of its size.
+_CHAR_EM = 0.602
+
+
+def plot_rollout(rollout: Rollout, protocol: Protocol, question: str = "", ax: Axes | None = None) -> Axes:
+    """A rollout as a picture: one line a step, each text on its author's colour, step entropies at the right.
+
+    The author's name stands in the legend and beside the step, and retrieved steps are framed: colour alone carries
+    nothing.
+
+    Args:
+        rollout: with at least one segment. protocol: decodes its ids. question: its text, put above.
+        ax: where to draw, ten inches wide; by default a figure of the height that the rollout needs.
+
+    Raises:
+        ValueError: a rollout without a segment.
+    """
+    if not rollout.segments:
+        raise ValueError("the rollout has no segment: there is nothing to draw")
+    steps = list(zip(_step_names(rollout), map(lambda step: _lines(step, protocol), rollout.steps), strict=True))
+    n_chars, n_lines = LABEL_CHARS + TEXT_CHARS + ENTROPY_CHARS, 2 + sum(len(lines) + 0.5 for _, lines in steps)
+    if ax is None:
+        ax = plt.figure(figsize=(10, 0.22 * (n_lines + 1)), dpi=100).add_axes((0.01, 0, 0.98, 1))
+    # A character is drawn at whole pixels, so its width must be a whole number of them to fit the ground behind it.
+    n_pixels = ax.figure.dpi * ax.figure.get_size_inches()[0] * ax.get_position().width
+    char_pixels = max(1, int(n_pixels / n_chars))
+    size = 72 * char_pixels / ax.figure.dpi / _CHAR_EM
+    ax.set(xlim=(0, n_pixels / char_pixels), ylim=(n_lines + 0.5, -0.7))
+    ax.axis("off")
+    say = {"family": "DejaVu Sans Mono", "fontsize": size, "va": "center", "parse_math": False}
+    ax.text(0, 0, visible(question or f"question {rollout.question_id}"), fontweight="bold", **say)
+    y = 1.7
+    for (name, entropy), lines in steps:
+        if name == "retrieved":
+            corner, edge = (LABEL_CHARS - 0.5, y - 0.62), _PARTS["peek"][0]
+            ax.add_patch(Rectangle(corner, TEXT_CHARS + 1, len(lines) + 0.24, fill=False, ec=edge, lw=1.5, ls="--"))
+        ax.text(0, y, name, color="#444444", **say)
+        ax.text(n_chars, y, entropy, color="#444444", ha="right", **say)
+        for line in lines:
+            _draw_line(ax, y, line, say)
+            y += 1
+        y += 0.5
+    _rollout_legend(ax, n_lines, rollout, say)
+    return ax
+
+
+def _step_names(rollout: Rollout) -> list[tuple[str, str]]:
+    """(name, entropy of the policy's tokens) of each step."""
+    names, n = [], 0
+    for step in rollout.steps:
+        if step.kind == "retrieved":
+            names.append(("retrieved", ""))
+            continue
+        n += 1
+        last = len(step.segments) == 1 and rollout.end_reason == "answer"
+        entropy = f"{step.segments[0].mean_entropy:.3f} nats" if step.segments[0].entropies else ""
+        names.append(("answer" if last else f"own step {n}", entropy))
+    return names
+
+
+def _lines(step: Step, protocol: Protocol) -> list[list[tuple[str, str]]]:
+    """The texts of a step in lines of TEXT_CHARS: each a list of (author, piece)."""
+    lines: list[list[tuple[str, str]]] = [[]]
+    for segment in step.segments:
+        text = visible(" ".join(protocol.decode(segment.ids).split()))
+        while text:
+            room = TEXT_CHARS - sum(len(piece) for _, piece in lines[-1])
+            if room <= 0:
+                lines.append([])
+                continue
+            cut = text if len(text) <= room else text[: text.rfind(" ", 0, room) + 1] or text[:room]
+            lines[-1].append((segment.origin, cut))
+            text = text[len(cut) :]
+            if text:
+                lines.append([])
+    return lines
+
+
+def _draw_line(ax: Axes, y: float, line: Iterable[tuple[str, str]], say: Mapping[str, Any]) -> None:
+    x = LABEL_CHARS
+    for author, piece in line:
+        ax.add_patch(Rectangle((x, y - 0.5), len(piece), 0.96, fc=AUTHORS[author][0], ec="none"))
+        ax.text(x, y, piece, color="#111111", **say)
+        x += len(piece)
+
+
+def _rollout_legend(ax: Axes, y: float, rollout: Rollout, say: Mapping[str, Any]) -> None:
+    x = LABEL_CHARS
+    for colour, name in AUTHORS.values():
+        ax.add_patch(Rectangle((x, y - 0.5), 2, 0.96, fc=colour, ec="none"))
+        ax.text(x + 2.7, y, name, color="#444444", **say)
+        x += len(name) + 5
+    reward = "" if rollout.reward is None else f", reward {rollout.reward:g}"
+    facts = f"{rollout.retrieved_frac:.0%} of the tokens retrieved{reward}"
+    ax.text(LABEL_CHARS + TEXT_CHARS + ENTROPY_CHARS, y, facts, color="#444444", ha="right", **say)

@@ -58,6 +58,7 @@ LOOKING_ON = {
     "diversity.py",
     "faults.py",
     "hostile.py",
+    "docs.py",
     "__init__.py",
 }
 #: Names in config.py that choose runs but do not act inside one.
@@ -263,7 +264,7 @@ def find_runs(configs: Sequence[RunConfig] | Mapping[str, Sequence[RunConfig]], 
 
 
 def runs_folder(profile: str) -> Path:
-    """results/<profile>/runs; RAPO_RESULTS names another place for results/."""
+    """`results/<profile>/runs`; RAPO_RESULTS names another place for `results/`."""
     return results_folder() / profile / "runs"
 
 

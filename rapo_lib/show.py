@@ -45,7 +45,17 @@ def escape(text: str) -> str:
         >>> escape("<b>&\u202e")
         '&lt;b&gt;&amp;[U+202E]'
     """
-    return html.escape(text.translate(_INVISIBLE), quote=True)
+    return html.escape(visible(text), quote=True)
+
+
+def visible(text: str) -> str:
+    r"""Text whose characters that reorder or hide others are shown as code points.
+
+    Example:
+        >>> visible("a\u202eb")
+        'a[U+202E]b'
+    """
+    return text.translate(_INVISIBLE)
 
 
 # --------------------------------------------------------------------------------------------- sources

@@ -1,11 +1,13 @@
 """Source notebooks: parameters, no outputs, short cells, no typed results, and only functions that exist."""
 
 import ast
+import builtins
 import importlib
 import re
 
 import nbformat
 import pytest
+from solutions import solutions, with_solutions
 
 from rapo_lib.config import ROOT
 from rapo_lib.driver import declared_parameters
@@ -130,6 +132,62 @@ def test_imports_and_shown_sources_exist(nb):
                 root, *rest = ast.unparse(node.args[0]).split(".")
                 assert root in names, f"show_source({root}): not imported from rapo_lib"
                 assert callable(resolve(".".join([names[root], *rest])))
+
+
+#: Notebooks whose exercises get their solutions in another change.
+WITHOUT_SOLUTIONS = {"03_hybrid_rollout", "05_training", "09_when_to_peek"}
+
+
+def test_check_yourself_has_as_many_answers_as_questions_and_folds_them(nb):
+    (cell,) = [c for c in nb.cells if c.cell_type == "markdown" and "## Check yourself" in c.source]
+    part = cell.source.split("## Check yourself")[1].split("\n## ")[0]
+    asked, _, rest = part.partition("<details><summary>Answers</summary>\n\n")
+    answered, end, _ = rest.partition("\n</details>")
+    numbers = [re.findall(r"^(\d+)\. ", text, flags=re.MULTILINE) for text in (asked, answered)]
+    assert end and numbers[0] == numbers[1] == [str(n + 1) for n in range(len(numbers[0]))] and len(numbers[0]) >= 3
+    assert asked.count("?") >= len(numbers[0]) - 1
+
+
+def test_change_one_thing_has_exercises_each_with_a_folded_solution(nb, request):
+    (at,) = [i for i, c in enumerate(nb.cells) if c.cell_type == "markdown" and "## Change one thing" in c.source]
+    exercises = [i for i, c in enumerate(nb.cells) if "exercise" in c.metadata.get("tags", [])]
+    assert exercises and min(exercises) == at + 1, "the exercises stand below their heading"
+    if request.node.callspec.id in WITHOUT_SOLUTIONS:
+        return
+    for i in exercises:
+        prompt = nb.cells[i - 1].source.split("## Change one thing")[-1].strip()
+        assert re.match(r"\*\*[^*]+[.?]\*\* ", prompt), f"an exercise has a name: {prompt[:60]}"
+        (code,) = solutions(nb.cells[i + 1]) or [""]
+        assert code.strip(), f"no folded solution behind: {nb.cells[i].source.splitlines()[0]}"
+        explained = re.sub(r"```.*?```|</?(?:details|summary)>|Solution", "", nb.cells[i + 1].source, flags=re.DOTALL)
+        assert len(explained.split()) >= 15, "a solution says what one sees and why"
+
+
+def test_a_solution_runs_where_it_stands_as_far_as_its_names_tell(nb):
+    known = set(dir(builtins))
+    for cell in code(with_solutions(nb)):
+        tree = ast.parse(cell.source)
+        if "solution" in cell.metadata.tags:
+            assert not unknown_names(tree, known), cell.source
+        known |= bound_names(tree)
+
+
+def bound_names(tree: ast.AST) -> set[str]:
+    """Every name that the code binds somewhere: assigned, imported, defined, or an argument."""
+    names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    names |= {a.arg for a in ast.walk(tree) if isinstance(a, ast.arg)}
+    names |= {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    imports = (a for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names)
+    return names | {(a.asname or a.name).split(".")[0] for a in imports}
+
+
+def unknown_names(tree: ast.AST, known: set[str]) -> set[str]:
+    read = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    return read - known - bound_names(tree)
+
+
+def test_a_name_that_a_solution_lacks_is_noticed():
+    assert unknown_names(ast.parse("[f(x) for x in rows]; y = 1; y"), {"rows"}) == {"f"}
 
 
 @pytest.mark.case(41)
