@@ -48,6 +48,7 @@ LOOKING_ON = {
     "show.py",
     "explorer.py",
     "live.py",
+    "pages.py",
     "bench.py",
     "hybrids.py",
     "study.py",
@@ -650,7 +651,7 @@ def _summary(done: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m rapo_lib.runs notebooks|html|worker`; see --help."""
+    """`python -m rapo_lib.runs notebooks|html|slides|bare|worker`; see --help."""
     parser = argparse.ArgumentParser(prog="python -m rapo_lib.runs", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("notebooks", help="execute the notebooks in order; finished ones are kept")
@@ -658,8 +659,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--only", default="", help="numbers such as 05,06")
     p.add_argument("--jobs", type=int, help="training runs at once (default: the profile's)")
     p.add_argument("--fresh", action="store_true", help="do finished notebooks and their runs again")
-    p = commands.add_parser("html", help="export the executed notebooks as HTML pages")
-    p.add_argument("--profile", default="pocket", choices=list(PROFILES))
+    for kind, what in (("html", "pages"), ("slides", "slides")):
+        p = commands.add_parser(kind, help=f"write the executed notebooks as {what} that need no network")
+        p.add_argument("--profile", default="pocket", choices=[*PROFILES, "reference"])
+    p = commands.add_parser("bare", help="write the notebooks without prose and answers")
+    p.add_argument("--profile", choices=list(PROFILES))
     p = commands.add_parser("worker", help="used by run_many")
     p.add_argument("executor")
     a = parser.parse_args(arguments)
@@ -667,10 +671,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work(a.executor)
         return 0
     sys.stdout.reconfigure(errors="backslashreplace")  # a path that the locale cannot write must not end the batch
-    from rapo_lib import driver
+    from rapo_lib import driver, pages
 
-    if a.command == "html":
-        return driver.export_html(a.profile)
+    if a.command == "bare":
+        return pages.export_bare(a.profile)
+    if a.command in pages.KINDS:
+        return pages.export(a.command, a.profile)
     return driver.run_notebooks(
         load_profile(a.profile), only=[x for x in a.only.split(",") if x], jobs=a.jobs, fresh=a.fresh
     )
