@@ -5,12 +5,13 @@ set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 PROFILES="smoke pocket study qwen paper"
-COMMANDS="test lab html"
+COMMANDS="test lab html slides bare docs browser"
 
 usage() {
   cat <<USAGE
 usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh] [--dry-run]
-       ./run_all.sh test [pytest options] | lab [JupyterLab options] | html [--profile NAME]
+       ./run_all.sh test [pytest options] | lab [JupyterLab options] | browser [NUMBERS]
+       ./run_all.sh html [--profile NAME] | slides [--profile NAME] | bare | docs
 
   (nothing)        run all notebooks with the profile pocket; finished work is kept, interrupted work goes on
   --profile NAME   one of: ${PROFILES// /, }
@@ -20,7 +21,10 @@ usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh] [--dry-r
   --dry-run        print what would be done (runs, steps, tokens, hours), and do nothing
   test             run the tests
   lab              open JupyterLab in notebooks/
-  html             export the executed notebooks of a profile as HTML pages
+  html, slides     write the executed notebooks of a profile (or of `reference`) as pages or slides that need no network
+  bare             write the notebooks without prose and answers, to work alone
+  docs             write the API pages from the docstrings
+  browser          open notebooks in headless Chromium, run them, press their buttons
 The environment is made on the first call: with conda, mamba or micromamba when there is one, else in .venv with pip.
 RAPO_ENV=venv or RAPO_ENV=conda chooses one of them.
 USAGE
@@ -39,7 +43,7 @@ fi
 while [ $# -gt 0 ]; do
   option=$1 value=""
   case $option in -h|--help) usage; exit 0 ;; esac
-  case $command in test|lab) extra+=("$option"); shift; continue ;; esac
+  case $command in test|lab|browser) extra+=("$option"); shift; continue ;; esac
   case $option in
     --fresh) fresh=--fresh; shift; continue ;;
     --dry-run) dry=--dry-run; shift; continue ;;
@@ -53,7 +57,7 @@ while [ $# -gt 0 ]; do
     --jobs) [[ $value =~ ^[1-9][0-9]*$ ]] || refuse "--jobs is '$value'; expected a whole number from 1 up"; jobs=$value ;;
   esac
 done
-if [ "$command" = html ] && [ -n "$only$jobs$fresh$dry" ]; then refuse "html takes only --profile"; fi
+case $command in html|slides|bare|docs) [ -z "$only$jobs$fresh$dry" ] || refuse "$command takes only --profile" ;; esac
 
 # ----------------------------------------------------------------------------------------- environment
 export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false PYTHONUTF8=1 JUPYTER_PREFER_ENV_PATH=1
@@ -135,7 +139,14 @@ export PATH
 case $command in
   test) exec "$ENV/bin/python" -m pytest "${extra[@]+"${extra[@]}"}" ;;
   lab) exec "$ENV/bin/python" -m jupyterlab --notebook-dir "$ROOT" "${extra[@]+"${extra[@]}"}" ;;
-  html) exec "$ENV/bin/python" -m rapo_lib.runs html --profile "$profile" ;;
+  html|slides) exec "$ENV/bin/python" -m rapo_lib.runs "$command" --profile "$profile" ;;
+  bare) exec "$ENV/bin/python" -m rapo_lib.runs bare ;;
+  docs)
+    "$ENV/bin/python" -c 'import pdoc' 2>/dev/null || "$ENV/bin/python" -m pip install --quiet "pdoc>=16,<17"
+    exec "$ENV/bin/python" -m rapo_lib.docs ;;
+  browser)
+    "$ENV/bin/python" -c 'import playwright' 2>/dev/null || "$ENV/bin/python" -m pip install --quiet "playwright>=1.60,<2"
+    exec "$ENV/bin/python" "$ROOT/tests/browser/run.py" "${extra[@]+"${extra[@]}"}" ;;
   notebooks)
     exec "$ENV/bin/python" -m rapo_lib.runs notebooks --profile "$profile" \
       ${only:+--only "$only"} ${jobs:+--jobs "$jobs"} ${fresh:+"$fresh"} ${dry:+"$dry"} ;;

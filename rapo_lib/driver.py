@@ -380,27 +380,3 @@ def _final_table(rows: Iterable[tuple[str, str, float]]) -> str:
     lines = [f"{'notebook':<32} {'status':<14} {'minutes':>7}", "-" * 55]
     lines += [f"{name:<32} {status:<14} {minutes:>7.1f}" for name, status, minutes in rows]
     return "\n" + "\n".join(lines)
-
-
-# ----------------------------------------------------------------------------------------------- HTML
-
-
-def export_html(profile: str) -> int:
-    """Write each executed notebook of a profile as one HTML page; returns 1 when there is none."""
-    from nbconvert import HTMLExporter
-
-    folder = results_folder() / profile
-    copies = [p for p in sorted((folder / "notebooks").glob("[0-9]*.ipynb")) if ".failed" not in p.name]
-    if not copies:
-        print(
-            f"{_shown(folder)}/notebooks holds no executed notebook; run ./run_all.sh --profile {profile} first",
-            file=sys.stderr,
-        )
-        return 1
-    exporter = HTMLExporter()
-    (folder / "html").mkdir(exist_ok=True)
-    for copy in copies:
-        page, _ = exporter.from_filename(str(copy))
-        (folder / "html" / f"{copy.stem}.html").write_text(page, encoding="utf-8")
-        print(f"{_shown(folder / 'html' / copy.stem)}.html")
-    return 0

@@ -48,6 +48,7 @@ LOOKING_ON = {
     "show.py",
     "explorer.py",
     "live.py",
+    "pages.py",
     "bench.py",
     "hybrids.py",
     "launch.py",
@@ -665,7 +666,7 @@ def _summary(done: Mapping[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m rapo_lib.runs notebooks|html|worker`; see --help."""
+    """`python -m rapo_lib.runs notebooks|html|slides|bare|worker`; see --help."""
     parser = argparse.ArgumentParser(prog="python -m rapo_lib.runs", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     p = commands.add_parser("notebooks", help="execute the notebooks in order; finished ones are kept")
@@ -675,8 +676,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--fresh", action="store_true", help="do finished notebooks and their runs again")
     p.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
     p.add_argument("--tokens-per-sec", type=float, help="for the hours of a dry run (default: an assumption)")
-    p = commands.add_parser("html", help="export the executed notebooks as HTML pages")
-    p.add_argument("--profile", default="pocket", help=PROFILE_HELP)
+    for kind, what in (("html", "pages"), ("slides", "slides")):
+        p = commands.add_parser(kind, help=f"write the executed notebooks as {what} that need no network")
+        p.add_argument("--profile", default="pocket", choices=[*PROFILES, "reference"])
+    p = commands.add_parser("bare", help="write the notebooks without prose and answers")
+    p.add_argument("--profile", choices=list(PROFILES))
     p = commands.add_parser("worker", help="used by run_many")
     p.add_argument("executor")
     a = parser.parse_args(arguments)
@@ -684,14 +688,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         work(a.executor)
         return 0
     sys.stdout.reconfigure(errors="backslashreplace")  # a path that the locale cannot write must not end the batch
-    from rapo_lib import driver
+    from rapo_lib import driver, pages
 
+    if a.command == "bare":
+        return pages.export_bare(a.profile)
+    if a.command in pages.KINDS:
+        return pages.export(a.command, a.profile)
     try:
         profile = load_profile(a.profile)
     except ValueError as e:
         parser.error(str(e))
-    if a.command == "html":
-        return driver.export_html(a.profile)
     if a.dry_run:
         from rapo_lib import launch
 

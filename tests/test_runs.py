@@ -582,13 +582,6 @@ def test_a_full_disk_keeps_earlier_copies(batch, monkeypatch):
     assert (batch.out / "01_one.ipynb").read_bytes() == kept and not (batch.out / "99_report.ipynb").exists()
 
 
-def test_html_pages(batch, capsys):
-    assert driver.export_html("smoke") == 1 and "run ./run_all.sh" in capsys.readouterr().err
-    batch(only=["01"])
-    assert driver.export_html("smoke") == 0
-    assert "01_one" in (batch.out.parent / "html" / "01_one.html").read_text(encoding="utf-8")
-
-
 def test_unknown_command_line_arguments_are_refused(capsys):
     for arguments in (["notebooks", "--profile", "pockte"], ["sweep"]):
         with pytest.raises(SystemExit):

@@ -30,7 +30,7 @@ SKIPPED = 77
 #: Console messages that are no fault of a notebook, with the reason.
 HARMLESS = {
     "favicon": "the page's icon",
-    "Failed to load resource: the server responded with a status of 404": "JupyterLab looks for settings that nobody made",
+    "responded with a status of 404": "JupyterLab looks for settings that nobody made",
 }
 MINUTES = 12
 
