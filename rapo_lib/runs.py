@@ -35,7 +35,7 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from rapo_lib.config import DATA, PROFILE_HELP, RESULTS, ROOT, RunConfig, load_profile
+from rapo_lib.config import DATA, PROFILE_HELP, PROFILES, RESULTS, ROOT, RunConfig, load_profile
 from rapo_lib.traces import Rollout, file_sha256, load_jsonl, write_text_atomic
 
 #: Modules that only look at runs; a change in them makes no run stale.

@@ -2,7 +2,7 @@
 
 Headless Chromium opens JupyterLab on copies of the notebooks (profile smoke), runs all cells, and looks for error
 outputs, console errors and failed requests. In notebook 03 it plays a rollout by hand, in notebook 05 it walks through
-the explorer. Screenshots go to results/browser; look at them. Where no Chromium can be had, it says so and ends with status 77.
+the explorer. Screenshots go to results/browser; look at them. Where no Chromium can be had, it ends with status 77.
 """
 
 from __future__ import annotations
