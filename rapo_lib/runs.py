@@ -52,6 +52,7 @@ LOOKING_ON = {
     "launch.py",
     "study.py",
     "teach.py",
+    "scripted.py",
     "serve.py",
     "claims.py",
     "transfer.py",
