@@ -86,7 +86,7 @@ def _text(row: Mapping[str, Any], *names: str) -> str:
     for name in names:
         value = lower.get(name.lower())
         if isinstance(value, int | float) and not isinstance(value, bool):
-            value = str(value)
+            value = str(int(value) if float(value).is_integer() else value)  # a column with gaps holds 70.0 for 70
         if isinstance(value, str) and value.strip():
             return value.strip()
     raise Unusable(f"no {' or '.join(names)}")
@@ -112,28 +112,36 @@ def _math(row: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
 
 def _aime(row: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     gold = _text(row, "answer")
-    if not re.fullmatch(r"\d{1,3}", gold):
+    value = parse_number(extract_boxed(gold) or gold)
+    if value is None or value.denominator != 1 or not 0 <= value <= 999:
         raise Unusable("an answer that is no integer from 0 to 999")
-    return _text(row, "problem", "question"), str(int(gold)), _info(row, "id", "year", "url")
+    return _text(row, "problem", "question"), str(value), _info(row, "id", "year", "url")
 
 
-def _golden(row: Mapping[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
-    """FlashRAG's common form of the multi-hop sets."""
+def _multihop(row: Mapping[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
+    """Sets of several hops, in FlashRAG's common form or in their own columns; the paragraphs are not kept."""
+    metadata = row.get("metadata")
+    own = {**row, **(metadata if isinstance(metadata, Mapping) else {})}
+    if own.get("answerable") is False:
+        raise Unusable("not answerable from its paragraphs")
     golds = row.get("golden_answers")
-    golds = [g.strip() for g in golds if isinstance(g, str) and g.strip()] if isinstance(golds, list) else []
+    if not isinstance(golds, list):
+        golds = [_text(row, "answer"), *(own.get("answer_aliases") or [])]
+    golds = list(dict.fromkeys(g.strip() for g in golds if isinstance(g, str) and g.strip()))
     if not golds:
         raise Unusable("no gold answer")
-    metadata = row.get("metadata")
-    return _text(row, "question"), list(dict.fromkeys(golds)), dict(metadata) if isinstance(metadata, Mapping) else {}
+    info = _info(own, "type", "level", "evidences", "question_decomposition")
+    if titles := _supporting_titles(own):
+        info["supporting_titles"] = titles
+    return _text(row, "question"), golds, info
 
 
-def _musique(row: Mapping[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
-    if row.get("answerable") is False:
-        raise Unusable("not answerable from its paragraphs")
-    if "golden_answers" in row:
-        return _golden(row)
-    golds = [_text(row, "answer"), *(row.get("answer_aliases") or [])]
-    return _text(row, "question"), list(dict.fromkeys(golds)), _info(row, "question_decomposition")
+def _supporting_titles(row: Mapping[str, Any]) -> list[str]:
+    """Titles of the pages that hold the answer: HotpotQA and 2Wiki name them, MuSiQue marks its paragraphs."""
+    facts = row.get("supporting_facts") or []
+    titles = facts.get("title") or [] if isinstance(facts, Mapping) else [fact[0] for fact in facts]
+    marked = (p for p in row.get("paragraphs") or [] if p.get("is_supporting"))
+    return list(dict.fromkeys([*titles, *(p["title"] for p in marked)]))
 
 
 def _plain(row: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
@@ -181,12 +189,12 @@ _ALL = (
     Benchmark("math500", "HuggingFaceH4/MATH-500", _math, _TEST, "computational", _MATH, licence="MIT"),
     Benchmark("aime24", "HuggingFaceH4/aime_2024", _aime, {"test": "train"}, "computational", _MATH),
     Benchmark("aime25", "math-ai/aime25", _aime, _TEST, "computational", _MATH),
-    Benchmark("hotpotqa", _FLASHRAG, _golden, _DEV, "knowledge", _SEARCH, "hotpotqa", licence="CC-BY-SA-4.0"),
+    Benchmark("hotpotqa", _FLASHRAG, _multihop, _DEV, "knowledge", _SEARCH, "hotpotqa", licence="CC-BY-SA-4.0"),
     Benchmark(
-        "2wikimultihopqa", _FLASHRAG, _golden, _DEV, "knowledge", _SEARCH, "2wikimultihopqa", licence="Apache-2.0"
+        "2wikimultihopqa", _FLASHRAG, _multihop, _DEV, "knowledge", _SEARCH, "2wikimultihopqa", licence="Apache-2.0"
     ),
-    Benchmark("musique", _FLASHRAG, _musique, _DEV, "knowledge", _SEARCH, "musique", licence="CC-BY-4.0"),
-    Benchmark("bamboogle", _FLASHRAG, _golden, _TEST, "knowledge", _SEARCH, "bamboogle", licence="MIT"),
+    Benchmark("musique", _FLASHRAG, _multihop, _DEV, "knowledge", _SEARCH, "musique", licence="CC-BY-4.0"),
+    Benchmark("bamboogle", _FLASHRAG, _multihop, _TEST, "knowledge", _SEARCH, "bamboogle", licence="MIT"),
     Benchmark("webwalkerqa", "callanwu/WebWalkerQA", _webwalker, {"test": "main"}, "web", _WEB, licence="Apache-2.0"),
     Benchmark("simpleqa", "basicv8vc/SimpleQA", _plain, _TEST, "knowledge", _SEARCH, licence="MIT"),
     Benchmark("gaia", "gaia-benchmark/GAIA", _gaia, {"test": "validation"}, "web", _WEB, "2023_all", gated=True),
@@ -209,12 +217,14 @@ def load_benchmark(name: str, split: str, folder: Path | str | None = None, limi
         split: train, validation or test. Where a set has no validation split, one in VALIDATION_ONE_IN of its training
             questions is kept for it.
         folder: a local copy of a public set, with its files as the hub has them; None asks the hub.
-        limit: at most so many, the first ones.
+        limit: at most so many, the first ones; at least 1.
 
     Raises:
         ValueError: an unknown name or split, a split that the set does not have, or a set that cannot be loaded.
         ImportError: a package that makes the set is not there.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; at least 1, or None for all questions")
     questions, report = read_benchmark(name, split, folder)
     if report.dropped or report.repaired:
         warnings.warn(str(report), stacklevel=2)
@@ -231,9 +241,14 @@ def read_benchmark(name: str, split: str, folder: Path | str | None = None) -> t
         rows = list({"gsm_symbolic": _gsm_symbolic_rows, "world": make_fact_rows}[name](split, report.dropped))
         report.read, report.kept = len(rows) + report.dropped.total(), len(rows)
         return make_questions(rows, report.name), report
-    check_name("question set", name, [*BENCHMARKS, *MADE, "a folder with train, validation and test files"])
+    _check_set(name)
     benchmark = BENCHMARKS[name]
     return _questions_of(benchmark, split, _rows_of(benchmark, split, folder), report), report
+
+
+def _check_set(name: str) -> None:
+    if not Path(name).is_dir():
+        check_name("question set", name, [*BENCHMARKS, *MADE, "a folder with train, validation and test files"])
 
 
 def _from_files(folder: Path, split: str) -> tuple[list[Question], LoadReport]:
@@ -289,20 +304,24 @@ _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "
 
 
 def _local_files(folder: Path, config: str | None, split: str) -> tuple[str, list[Path]]:
-    """Files of one split in a copy of a set: `split.jsonl` or `split-00000-of-00001.parquet`, in any subfolder.
+    """Files of one split in a copy of a set, in any subfolder: those with the split's name in theirs.
 
+    `test.jsonl`, `test-00000-of-00001.parquet`, `musique_ans_v1.0_dev.jsonl`; else `validation/metadata.parquet`.
     Where the configuration has a subfolder, only that one counts.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder")
     inside = folder / config if config and (folder / config).is_dir() else folder
-    named = re.compile(rf"{re.escape(split)}(-\d+-of-\d+)?")
-    files = sorted(p for p in inside.rglob("*") if p.suffix in _BUILDERS and named.fullmatch(p.stem))
+    named = re.compile(rf"(?<![A-Za-z]){re.escape(split)}(?![A-Za-z])")
+    there = sorted(p for p in inside.rglob("*") if p.suffix in _BUILDERS)
+    files = [p for p in there if named.search(p.stem)]
+    files = files or [p for p in there if p.stem == "metadata" and named.search(str(p.parent.relative_to(inside)))]
     kinds = {_BUILDERS[p.suffix] for p in files}
     if len(kinds) != 1:
-        there = ", ".join(sorted(p.name for p in inside.rglob("*") if p.is_file())[:8]) or "no file"
+        found = ", ".join(sorted(p.name for p in inside.rglob("*") if p.is_file())[:8]) or "no file"
         raise ValueError(
-            f"expected files named {split} with one of the endings {', '.join(_BUILDERS)}; there is {there}"
+            f"expected files with {split} in their names and one of the endings {', '.join(_BUILDERS)}, all of one "
+            f"kind; there is {found}"
         )
     return kinds.pop(), files
 
@@ -312,7 +331,9 @@ def _questions_of(
 ) -> list[Question]:
     carve = "validation" not in benchmark.splits and "train" in benchmark.splits and split != "test"
     out: dict[str, dict[str, Any]] = {}
+    columns: Iterable[str] = ()
     for n, row in enumerate(rows):
+        columns = row
         try:
             text, gold, info = benchmark.read(row)
         except Unusable as e:
@@ -328,6 +349,8 @@ def _questions_of(
         name = f"{benchmark.name}-{split}-{n}"
         out[text] = {"id": name, "text": text, "answer": gold, "family": benchmark.family, "split": split, "info": info}
     report.kept = len(out)
+    if not out:
+        raise ValueError(f"{report}; the columns are {', '.join(columns) or 'none'}: is this {benchmark.hub}?")
     return make_questions(out.values(), report.name)
 
 
@@ -396,9 +419,11 @@ def make_toolbox(name: str, split: str, search: str = "") -> Toolbox:
             Search-R1-compatible server; empty means the set's own documents.
 
     Raises:
-        ValueError: a set whose questions need a search, without documents of its own and without a server.
+        ValueError: an unknown name or split, or a set whose questions need a search, without documents of its own and
+            without a server.
     """
     check_name("split", split, SPLITS)
+    _check_set(name)
     python = PythonTool()
     if search:
         return Toolbox([HTTPSearchTool(search), python])
@@ -414,6 +439,7 @@ def make_toolbox(name: str, split: str, search: str = "") -> Toolbox:
 
 def tools_needed(name: str) -> Sequence[str]:
     """Tools without which the questions of a set cannot be answered."""
+    _check_set(name)
     if name in BENCHMARKS:
         return tuple(t for t in BENCHMARKS[name].tools if t != "browse")  # no tool here opens real web pages
     return {"world": ("search", "python")}.get(name, ("python",))

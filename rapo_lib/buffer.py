@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import re
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +32,7 @@ import numpy as np
 import pandas as pd
 
 from rapo_lib.embeddings import encode_kept
-from rapo_lib.tasks import check_name
+from rapo_lib.tasks import MENDED, check_name, mend_escapes
 from rapo_lib.traces import (
     ACTIONS,
     TAGS,
@@ -165,17 +166,25 @@ def import_traces_jsonl(path: Path | str) -> list[StepTrace]:
     The file is not trusted: every row is checked, and values stay plain text (they are neutralised when
     they are inserted into a rollout). Optional columns: `question_id` (else derived from the question at the
     head of the key), `teacher`, `step`. Other columns are not read. A value that holds several steps spends as many
-    of the budget. Texts of more than MAX_TRACE_CHARS are refused, not cut: half a step is no step.
+    of the budget. Texts of more than MAX_TRACE_CHARS are refused, not cut: half a step is no step. A warning says how
+    many rows were left out because their trajectory earned nothing (the released code retrieves them, and then inserts
+    a fixed sentence instead), and how many were mended (`tasks.mend_escapes`).
 
     Raises:
-        ValueError: names the file and up to five bad lines with what is wrong in each.
+        ValueError: names the file and up to five bad lines with what is wrong in each; or no row that earned anything.
     """
-    traces, bad = [], []
+    traces, bad, n_mended, n_worthless = [], [], 0, 0
     for n, row in enumerate(load_jsonl(path), 1):
         fault = _row_fault(row)
         if fault:
             bad.append(f"line {n}: {fault}")
             continue
+        if row["reward"] <= 0:
+            n_worthless += 1
+            continue
+        texts = {name: mend_escapes(row[name]) for name in ("key", "value")}
+        n_mended += any(row[name] != text for name, text in texts.items())
+        row |= texts
         head = hashlib.blake2b(question_part(row["key"]).strip().encode(), digest_size=6).hexdigest()
         question_id = row.get("question_id", f"import-{head}")
         rest = {"teacher": row.get("teacher", "import"), "step": row.get("step", 0), "reward": float(row["reward"])}
@@ -184,6 +193,12 @@ def import_traces_jsonl(path: Path | str) -> list[StepTrace]:
     if bad:
         more = f"; and {len(bad) - 5} more" if len(bad) > 5 else ""
         raise ValueError(f"{path}: {len(bad)} bad rows: {'; '.join(bad[:5])}{more}. Correct or remove them.")
+    if n_worthless and not traces:
+        raise ValueError(f"{path}: none of {n_worthless} rows has a reward above 0, so none is worth retrieving")
+    notes = [f"{n_worthless} left out (reward of 0 or less)"] * bool(n_worthless)
+    notes += [f"{n_mended} repaired ({MENDED})"] * bool(n_mended)
+    if notes:
+        warnings.warn(f"{path}: {len(traces)} step traces; {'; '.join(notes)}", stacklevel=2)
     return traces
 
 

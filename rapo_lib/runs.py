@@ -55,6 +55,7 @@ LOOKING_ON = {
     "cluster.py",
     "study.py",
     "teach.py",
+    "scripted.py",
     "serve.py",
     "claims.py",
     "transfer.py",

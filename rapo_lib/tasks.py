@@ -159,11 +159,13 @@ def load_pocket_questions(regime: str, split: str) -> list[Question]:
 def load_verl_questions(path: Path | str, split: str = "", repaired: Counter[str] | None = None) -> list[Question]:
     """Read verl-format parquet: `prompt` (chat messages), `reward_model.ground_truth`, `extra_info`.
 
-    The ground truth is a text, a number, a list of these, or `{"target": ..}` around one of them (Search-R1). Texts
-    whose LaTeX was read as escapes (a backspace and `oxed` where `\\boxed` was meant) are mended (`mend_escapes`).
+    The ground truth is a text, a number, a list of these, or `{"target": ..}` around one of them (Search-R1). The
+    system message is not read: a run has its own. Three things are repaired and counted: texts whose LaTeX was read as
+    escapes (`mend_escapes`), instructions of another protocol around the question (Search-R1 has them in the user's
+    message), and ids that are not unique (then rows are numbered).
 
     Args:
-        path: the file. split: of the questions. repaired: counts mended rows; None warns of them.
+        path: the file. split: of the questions. repaired: counts repaired rows by reason; None warns of them.
 
     Raises:
         ValueError: names file, row and column that lack or hold something else, or a path that is no parquet file.
@@ -182,20 +184,27 @@ def load_verl_questions(path: Path | str, split: str = "", repaired: Counter[str
             f"{path}: not verl format: no column {absent[0]}; it has {', '.join(table.column_names) or 'no columns'}, "
             "and needs prompt and reward_model.ground_truth"
         )
-    rows = [_verl_row(r, f"{path}, row {n}", n, split) for n, r in enumerate(found, 1)]
-    n_mended = sum(_mend_row(row) for row in rows)
-    if n_mended and repaired is not None:
-        repaired[MENDED] += n_mended
-    elif n_mended:
-        warnings.warn(f"{path}: {n_mended} of {len(rows)} rows repaired ({MENDED})", stacklevel=2)
+    counts: Counter[str] = Counter() if repaired is None else repaired
+    rows = [_verl_row(r, f"{path}, row {n}", n, split, counts) for n, r in enumerate(found, 1)]
+    if len({row["id"] for row in rows}) < len(rows):
+        counts[RENUMBERED] += len(rows)
+        rows = [row | {"id": f"{Path(path).stem}-{n}"} for n, row in enumerate(rows, 1)]
+    if counts and repaired is None:
+        what = "; ".join(f"{n} of {len(rows)} rows repaired ({reason})" for reason, n in counts.items())
+        warnings.warn(f"{path}: {what}", stacklevel=2)
     return make_questions(rows, str(path))
 
 
+RENUMBERED = "ids that were not unique"
+UNWRAPPED = "instructions of another protocol around the question"
 #: What `mend_escapes` mends, in words.
 MENDED = "control characters where a backslash and a letter were meant"
 #: Control characters that no question holds on purpose, and those that only stand for LaTeX before certain letters.
 _ESCAPES = {"\x07": r"\a", "\x08": r"\b", "\x0b": r"\v", "\x0c": r"\f"}
-_BEFORE_LATEX = re.compile("\t(?=(?:ext|imes|heta|frac|riangle)(?![a-z]))|\r(?=(?:ight|angle|ho)(?![a-z]))")
+_BEFORE_LATEX = re.compile(
+    "\t(?=(?:ext|extbf|imes|heta|frac|riangle|au|ilde|binom)(?![a-z]))"
+    "|\r(?=(?:ight|ightarrow|angle|ho|floor|ceil)(?![a-z]))"
+)
 
 
 def mend_escapes(text: str) -> str:
@@ -210,17 +219,28 @@ def mend_escapes(text: str) -> str:
     return _BEFORE_LATEX.sub(lambda m: r"\t" if m[0] == "\t" else r"\r", text)
 
 
-def _mend_row(row: dict[str, Any]) -> bool:
-    """Mend question and gold answers in place; says whether anything was mended."""
-    golds = row["answer"]
-    mended = {"text": mend_escapes(row["text"])}
-    mended["answer"] = mend_escapes(golds) if isinstance(golds, str) else [mend_escapes(g) for g in golds]
-    changed = any(row[k] != v for k, v in mended.items())
-    row.update(mended)
-    return changed
+#: What tells a model how to answer, in protocols that are not ours, and how long such instructions are at most.
+_INSTRUCTION = re.compile(r"</?(?:think|search|python|answer|information|tool_call)>|\\boxed|####|step by step")
+_MAX_INSTRUCTION = 2000
 
 
-def _verl_row(r: Mapping[str, Any], where: str, n: int, split: str) -> dict[str, Any]:
+def _question_alone(text: str, known: Iterable[Any]) -> str:
+    """A user's message without instructions around the question.
+
+    Args:
+        text: the message. known: what may be the question (other columns of the row have it as it was).
+    """
+    for question in known:
+        if isinstance(question, str) and question.strip() and question.strip() in text:
+            around = text.replace(question.strip(), "", 1)
+            if len(around) <= _MAX_INSTRUCTION and _INSTRUCTION.search(around):
+                return question.strip()
+    head, mark, tail = text.rpartition("Question:")
+    wrapped = mark and tail.strip() and len(head) <= _MAX_INSTRUCTION and _INSTRUCTION.search(head)
+    return tail.strip() if wrapped else text
+
+
+def _verl_row(r: Mapping[str, Any], where: str, n: int, split: str, repaired: Counter[str]) -> dict[str, Any]:
     try:
         users = [m["content"] for m in r["prompt"] if m["role"] == "user"]
         gold = r["reward_model"]["ground_truth"]
@@ -236,9 +256,19 @@ def _verl_row(r: Mapping[str, Any], where: str, n: int, split: str) -> dict[str,
         raise ValueError(f"{where}, column extra_info: {info!r:.60} is {type(info).__name__}, expected fields or null")
     if isinstance(gold, Mapping) and set(gold) == {"target"}:
         gold = gold["target"]
-    name = f"{r.get('data_source') or 'row'}-{info.get('index', n)}"
-    answer = _gold(gold, f"{where}, column reward_model.ground_truth")
-    return {"id": name, "text": "\n".join(users), "answer": answer, "split": split, "info": dict(info)}
+    gold = _gold(gold, f"{where}, column reward_model.ground_truth")
+    asked = "\n".join(users)
+    answer, text = _mended(gold), mend_escapes(asked)
+    known = [mend_escapes(q) for q in (info.get("question"), r.get("question")) if isinstance(q, str)]
+    question = _question_alone(text, known)
+    repaired.update([MENDED] * ((answer, text) != (gold, asked)) + [UNWRAPPED] * (question != text))
+    index = n if info.get("index") is None else info["index"]
+    name = f"{r.get('data_source') or 'row'}-{index}"
+    return {"id": name, "text": question, "answer": answer, "split": split, "info": dict(info)}
+
+
+def _mended(value: str | list[str]) -> str | list[str]:
+    return mend_escapes(value) if isinstance(value, str) else [mend_escapes(v) for v in value]
 
 
 def _gold(value: Any, where: str) -> str | list[str]:

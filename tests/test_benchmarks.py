@@ -23,7 +23,13 @@ def hidden(text, canary):
 
 
 NESTED = "So $x=\\frac{1}{2}$, and the answer is $\\boxed{\\frac{1}{\\sqrt{2}}}$."
-HOTPOT = {"id": "dev_0", "question": "Who?", "golden_answers": ["Ada", "Ada", "A. L."], "metadata": {"type": "bridge"}}
+FACTS = {"title": ["Analytical Engine", "Ada", "Ada"], "sent_id": [0, 0, 2]}
+HOTPOT = {
+    "id": "dev_0",
+    "question": "Who?",
+    "golden_answers": ["Ada", "Ada", "A. L."],
+    "metadata": {"type": "bridge", "supporting_facts": FACTS, "context": {"title": ["Ada"], "content": [["A page."]]}},
+}
 #: Set -> (file of the hub's split, row, answers, a key of info).
 ROWS = {
     "gsm8k": (
@@ -122,6 +128,120 @@ def test_a_row_that_is_no_question_is_left_out_and_counted(name, change, reason,
         assert len(b.load_benchmark(name, "test", folder)) == 1
 
 
+#: Rows in the columns of the sets' own copies on the hub, where these differ from FlashRAG's.
+OWN_COLUMNS = {
+    "hotpotqa": {
+        "id": "5a8b",
+        "question": "Were both born in Rome?",
+        "answer": "no",
+        "type": "comparison",
+        "level": "medium",
+        "supporting_facts": FACTS,
+        "context": {"title": ["Ada"], "sentences": [["A page."]]},
+    },
+    "2wikimultihopqa": {
+        "_id": "a",
+        "type": "compositional",
+        "question": "Whose mother?",
+        "context": {"title": ["Ada"], "content": [["A page."]]},
+        "supporting_facts": FACTS,
+        "evidences": {"fact": ["Ada"], "relation": ["mother"], "entity": ["Anne"]},
+        "answer": "no",
+    },
+    "musique": {
+        "id": "2hop__1_2",
+        "paragraphs": [
+            {"idx": 0, "title": "Aside", "paragraph_text": "..", "is_supporting": False},
+            {"idx": 1, "title": "Analytical Engine", "paragraph_text": "..", "is_supporting": True},
+            {"idx": 2, "title": "Ada", "paragraph_text": "..", "is_supporting": True},
+        ],
+        "question": "Who is the mother of the engine's first programmer?",
+        "question_decomposition": [{"id": 1, "question": "engine >> programmer", "answer": "Ada"}],
+        "answer": "no",
+        "answer_aliases": ["", "nope", "no"],
+        "answerable": True,
+    },
+    "bamboogle": {"Question": "Who came first?", "Answer": "no"},
+}
+
+
+@pytest.mark.parametrize("name", OWN_COLUMNS)
+def test_sets_are_read_in_their_own_columns_too(name, tmp_path):
+    hub_split = b.BENCHMARKS[name].splits["test"]
+    (q,) = b.load_benchmark(name, "test", local(tmp_path, hub_split, OWN_COLUMNS[name]))
+    assert q.answers == (("no", "nope") if name == "musique" else ("no",))
+    assert q.info.get("supporting_titles", ["Analytical Engine", "Ada"]) == ["Analytical Engine", "Ada"]
+    assert ("supporting_titles" in q.info) == (name != "bamboogle")
+    assert not {"context", "paragraphs"} & q.info.keys()  # ten pages a row would fill the memory
+
+
+@pytest.mark.parametrize("name", ["hotpotqa", "2wikimultihopqa"])
+def test_flashrag_s_metadata_give_the_supporting_titles(name, tmp_path):
+    (q,) = b.load_benchmark(name, "test", local(tmp_path, "dev", HOTPOT))
+    assert q.info == {"type": "bridge", "supporting_titles": ["Analytical Engine", "Ada"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "want"), [(70, "70"), ("007", "7"), ("$70$", "70"), (r"\boxed{0}", "0"), ("999", "999"), ("1000", None)]
+)
+def test_answers_of_aime_are_integers_however_they_are_written(answer, want, tmp_path):
+    good = ROWS["aime25"][1]
+    folder = local(tmp_path, "test", {"problem": "first?", "answer": answer})
+    if want is None:
+        with pytest.raises(ValueError, match="0 of 1 rows are questions; 1 left out .an answer that is no integer"):
+            b.load_benchmark("aime25", "test", folder)
+    else:
+        assert b.load_benchmark("aime25", "test", folder)[0].answer == want
+    assert good["answer"] == "70"
+
+
+def test_a_column_of_numbers_with_gaps_is_read_as_integers(tmp_path):
+    """pyarrow makes floats of integers where a value lacks."""
+    folder = local(tmp_path, "test", {"problem": "a?", "answer": 70}, {"problem": "b?", "answer": None})
+    with pytest.warns(UserWarning, match="1 of 2 rows are questions; 1 left out .no answer"):
+        assert b.load_benchmark("aime25", "test", folder)[0].answer == "70"
+
+
+def write_table(path, rows):
+    import pandas as pd
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pd.DataFrame(rows)
+    table.to_parquet(path) if path.suffix == ".parquet" else table.to_csv(path, index=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "others"),
+    [
+        ("gsm8k", "main/test-00000-of-00001.parquet", ["main/train-00000-of-00001.parquet", "socratic/test.parquet"]),
+        ("math", "algebra/test-00000-of-00001.parquet", ["algebra/train-00000-of-00001.parquet"]),
+        ("webwalkerqa", "data/main-00000-of-00001.parquet", ["data/silver-00000-of-00001.parquet"]),
+        ("simpleqa", "simple_qa_test_set.csv", []),
+        ("browsecomp", "browse_comp_test_set.csv", []),
+        ("musique", "musique_ans_v1.0_dev.parquet", ["musique_ans_v1.0_train.parquet"]),
+        ("gaia", "2023/validation/metadata.parquet", ["2023/test/metadata.parquet", "2023/validation/1-2.csv"]),
+    ],
+)
+def test_files_of_a_split_are_found_where_the_hub_has_them(name, path, others, tmp_path):
+    row = ROWS[name][1]
+    write_table(tmp_path / path, [row])
+    for other in others:
+        write_table(tmp_path / other, [{"another": "table"}])
+    (q,) = b.load_benchmark(name, "test", tmp_path)
+    assert q.answers == ROWS[name][2]
+
+
+def test_a_file_of_another_set_is_refused_with_its_columns(tmp_path):
+    message = r"hotpotqa, test: 0 of 1 rows are questions; 1 left out .no answer.; the columns are sentence: is this"
+    with pytest.raises(ValueError, match=message):
+        b.load_benchmark("hotpotqa", "test", local(tmp_path, "dev", {"sentence": "x"}))
+
+
+def test_limit_is_at_least_one():
+    with pytest.raises(ValueError, match="limit is 0; at least 1"):
+        b.load_benchmark("gsm_symbolic", "test", limit=0)
+
+
 def test_validation_questions_are_kept_out_of_training_for_good(tmp_path):
     rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(400)]
     folder = local(tmp_path, "train", *rows)
@@ -188,6 +308,74 @@ def test_backspaces_in_place_of_backslashes_are_mended_and_reported(tmp_path):
         assert load_verl_questions(path)[0].text == "A table:\n1\t2\r\n3\ttextile"
 
 
+SEARCH_R1 = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <search> query "
+    "</search>. For example, <answer> Beijing </answer>. Question: {}\n"
+)
+UNWRAPPED = "1 of 1 rows repaired .instructions of another protocol around the question"
+
+
+def test_search_r1_s_rows_give_the_question_alone(tmp_path):
+    row = {
+        "id": "test_0",
+        "question": "who got the first nobel prize in physics?",
+        "golden_answers": ["Wilhelm Conrad Röntgen"],
+        "data_source": "nq",
+        "prompt": [{"role": "user", "content": SEARCH_R1.format("who got the first nobel prize in physics?")}],
+        "ability": "fact-reasoning",
+        "reward_model": {"style": "rule", "ground_truth": {"target": ["Wilhelm Conrad Röntgen"]}},
+        "extra_info": {"index": 0, "split": "test"},
+    }
+    with pytest.warns(UserWarning, match=UNWRAPPED):
+        (q,) = load_verl_questions(verl(tmp_path / "a.parquet", row), "test")
+    assert (q.id, q.text, q.answers) == (
+        "nq-0",
+        "who got the first nobel prize in physics?",
+        ("Wilhelm Conrad Röntgen",),
+    )
+    del row["question"]  # then the text itself says where the question begins
+    with pytest.warns(UserWarning, match=UNWRAPPED):
+        assert load_verl_questions(verl(tmp_path / "b.parquet", row), "test")[0].text == q.text
+
+
+def test_arpo_s_rows_are_read_as_they_are(tmp_path):
+    question = "What can be the sum of the digits of the square of this number?"
+    info = {"index": 9997, "need_tools_kwargs": True, "question": question, "split": "train"}
+    path = verl(tmp_path / "a.parquet", verl_row(question, "16", extra_info=info, metadata={"x": 1}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (q,) = load_verl_questions(path, "train")
+    assert (q.id, q.text, q.answer, q.info["index"]) == ("x-9997", question, "16", 9997)
+
+
+@pytest.mark.parametrize(
+    ("content", "known", "want"),
+    [
+        ('6 * 7? Let\'s think step by step and output the answer after "####".', "6 * 7?", "6 * 7?"),
+        ("Use the table: a 1, b 2. What is a?", "What is a?", None),  # what stands around it is no instruction
+        ("<search> " + "page " * 500 + "Question: What is a?", "What is a?", None),  # too long for one: pages to read
+        ("Question: What is a?", "another", None),
+        ("Write <answer>. Question: ", "", None),
+    ],
+)
+def test_only_instructions_are_taken_off_a_question(content, known, want, tmp_path):
+    row = verl_row(content, "42", extra_info={"index": 1, "question": known})
+    counts = Counter()
+    (q,) = load_verl_questions(verl(tmp_path / "a.parquet", row), "train", counts)
+    assert q.text == (want or content) and counts.total() == (want is not None)
+
+
+def test_rows_whose_ids_are_not_unique_are_numbered(tmp_path):
+    rows = [verl_row(f"{i} + 1?", str(i + 1), extra_info={"index": 0}) for i in range(3)]
+    with pytest.warns(UserWarning, match="3 of 3 rows repaired .ids that were not unique"):
+        found = load_verl_questions(verl(tmp_path / "merged.parquet", *rows), "train")
+    assert [q.id for q in found] == ["merged-1", "merged-2", "merged-3"]
+    rows[1]["extra_info"] = {"index": None}
+    found = load_verl_questions(verl(tmp_path / "merged.parquet", *rows[:2]), "train")
+    assert [q.id for q in found] == ["x-0", "x-2"]
+
+
 def test_what_is_mended_and_what_is_not():
     assert mend_escapes("\x08egin \x0corall \x0bec \x07lpha") == r"\begin \forall \vec \alpha"
     assert mend_escapes("\text{a} \right) \rangle") == r"\text{a} \right) \rangle"
@@ -227,23 +415,41 @@ def test_a_worked_solution_must_give_its_gold_answer(worked, gold, fault):
 
 
 def test_every_question_about_the_world_is_answered_by_the_documents_its_search_finds():
-    """Follows the hops of each question with the real search tool, from titles that the documents before give."""
+    """Makes the calls of each question's plan with the real tools, and works the answer out of what they show."""
     tools = b.make_toolbox("world", "test")
-    known = {c.name: c for c in facts.load_countries().values()}
     kinds = Counter()
     for q in b.read_benchmark("world", "test")[0]:
-        texts = [r.text for r in tools.run([("search", f"country {title}") for title in q.info["documents"]])]
-        for title, text in zip(q.info["documents"], texts, strict=True):
-            assert f"The capital of {title} is {known[title].capital}." in text
-        kinds[q.info["kind"]] += 1
-        if q.info["kind"] in ("currency", "highest", "largest", "between"):
-            assert any(q.answer in t for t in texts), q
-        if q.info["kind"] == "areas":
-            assert (
-                str(sum(int(re.search(r"area is (\d+) km2", known_text(t))[1]) for t in q.info["documents"]))
-                == q.answer
-            )
-    assert set(kinds) == {"currency", "highest", "neighbours", "largest", "between", "areas"}
+        kind, titles, plan = (q.info[k] for k in ("kind", "documents", "plan"))
+        texts = [r.text for r in tools.run([(tool, query) for _, tool, query in plan])]
+        found = [re.search(rf"^{re.escape(t)}: .*$", text, re.M)[0] for t, text in zip(titles, texts, strict=False)]
+        assert work_out(kind, found) == q.answers[0], q
+        if kind in ("areas", "heights"):
+            assert answers_equal(texts[-1], q.answer)
+        if kind == "between":
+            assert all(titles[2] in line for line in found[:2]) and titles[0] in found[2] and titles[1] in found[2]
+        assert len(set(titles)) == len(titles) >= 2 and q.info["hops"] == len(plan)
+        kinds[kind] += 1
+    assert set(kinds) == {"largest", "between", "areas", "heights", "larger", "higher"} and min(kinds.values()) >= 10
+
+
+def capital_in(line):
+    return re.search(r"The capital of .+? is (.+?)\. (?:It|Its) ", line)[1]
+
+
+def work_out(kind, lines):
+    """The answer, from the documents in the order of the plan."""
+    areas = [int(re.search(r"area is (\d+) km2", line)[1]) for line in lines]
+    peaks = [re.search(r"highest point is (.+?) \((-?\d+) m\)", line)[1] for line in lines]
+    heights = [int(re.search(r"\((-?\d+) m\)", line)[1]) for line in lines]
+    if kind == "largest":
+        return capital_in(lines[areas.index(max(areas[1:]))])
+    if kind == "between":
+        return capital_in(lines[2])
+    if kind == "larger":
+        return re.search(r"currency code is (\w+)\.", lines[areas.index(max(areas))])[1]
+    if kind == "higher":
+        return peaks[heights.index(max(heights))]
+    return str(sum(areas) if kind == "areas" else abs(heights[0] - heights[1]))
 
 
 def known_text(title):
@@ -252,19 +458,32 @@ def known_text(title):
 
 def test_facts_of_one_country_by_hand():
     austria = facts.load_countries()["AUT"]
-    assert (austria.capital, austria.currency, austria.highest, austria.height) == (
-        "Vienna",
-        "EUR",
-        "Grossglockner",
-        3798,
-    )
-    assert len(austria.borders) == 8 and "borders Czech Republic" in known_text("Austria")
-    assert "<" not in known_text("Austria") and "&" not in known_text("Austria")
+    assert (austria.capital, austria.currencies, austria.highest) == ("Vienna", ("EUR",), "Grossglockner")
+    assert austria.height == 3798 and len(austria.borders) == 8
+    assert known_text("Austria").startswith("The capital of Austria is Vienna. It borders Czech Republic, Germany, ")
+    assert not any(c in d["text"] for d in facts.load_facts_documents() for c in "<>&")
 
 
-def test_the_capital_asks_for_the_country_and_not_for_its_namesake():
-    asked = [q.text for s in SPLITS for q in b.read_benchmark("world", s)[0] if q.info["kind"] == "currency"]
-    assert len(asked) == len(set(asked))
+def test_what_the_two_sources_do_not_agree_on_is_not_asked():
+    """In one of them Kazakhstan's capital is Nur-Sultan, India has eight neighbours, and Cyprus borders Wales."""
+    countries = facts.load_countries()
+    assert not {"KAZ", "BOL", "ZAF"} & countries.keys()  # another name; several capitals
+    assert countries["IND"].borders is None and countries["CYP"].borders is None
+    assert "borders" not in known_text("Cyprus") and "CHE, CHF and CHW" in known_text("Switzerland")
+    for q in (q for s in SPLITS for q in b.read_benchmark("world", s)[0]):
+        if q.info["kind"] == "between":
+            assert all(c.borders is not None for c in countries.values() if c.name in q.info["documents"])
+        assert "CHE" not in q.answers and not any("unnamed" in a for a in q.answers)
+
+
+def test_questions_about_two_capitals_have_other_countries_in_each_split():
+    asked = {}
+    for s in SPLITS:
+        found = (
+            q for q in b.read_benchmark("world", s)[0] if q.info["kind"] in ("areas", "heights", "larger", "higher")
+        )
+        asked[s] = {title for q in found for title in q.info["documents"]}
+    assert not asked["train"] & asked["validation"] and not asked["test"] & (asked["train"] | asked["validation"])
 
 
 # ------------------------------------------------------------------------------------------ tools
@@ -274,4 +493,8 @@ def test_each_set_gets_its_tools():
     assert b.make_toolbox("gsm8k", "train").names == ("python",)
     with pytest.raises(ValueError, match="hotpotqa needs a search: set search to the address .* rapo_lib.serve"):
         b.make_toolbox("hotpotqa", "test")
+    with pytest.raises(ValueError, match="unknown question set 'hotpot'; allowed: gsm8k"):
+        b.make_toolbox("hotpot", "test")
+    with pytest.raises(ValueError, match="unknown question set 'hotpot'; allowed: gsm8k"):
+        b.tools_needed("hotpot")
     assert b.tools_needed("webwalkerqa") == ("search", "python") and b.tools_needed("world") == ("search", "python")

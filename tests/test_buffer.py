@@ -566,6 +566,23 @@ def test_import_names_bad_lines(tmp_path):
         B.import_traces_jsonl(path)
 
 
+def test_imported_traces_that_earned_nothing_are_left_out_and_damaged_ones_mended(tmp_path):
+    """The released rows carry the reward of their trajectory, and prompts with a backspace in place of `\\b`."""
+    path = tmp_path / "released.jsonl"
+    good = {"key": "Put it in \x08oxed{}.\n<think> a</think>", "value": "<python> 1</python>", "reward": 0.25}
+    save_jsonl(path, [good, good | {"reward": 0}, good | {"reward": -1.0, "key": "x"}, good | {"key": "no damage"}])
+    said = r"released.jsonl: 2 step traces; 2 left out .reward of 0 or less.; 1 repaired .control characters where"
+    with pytest.warns(UserWarning, match=said):
+        first, second = B.import_traces_jsonl(path)
+    assert first.key.startswith("Put it in \\boxed{}.") and first.reward == 0.25 and second.key == "no damage"
+    save_jsonl(path, [good | {"reward": -1}])
+    with pytest.raises(ValueError, match="none of 1 rows has a reward above 0"):
+        B.import_traces_jsonl(path)
+    save_jsonl(path, [good | {"reward": -1}, good | {"value": ""}])
+    with pytest.raises(ValueError, match="1 bad rows: line 2: value is ''"):
+        B.import_traces_jsonl(path)
+
+
 # ------------------------------------------------------------------------------------ leaks, noise, units
 
 
