@@ -21,7 +21,6 @@ TOY = """
 
 @pytest.fixture
 def on_local(tmp_path, monkeypatch):
-    pytest.importorskip("submitit", reason="submitit is an optional package")
     (tmp_path / "toy_cluster.py").write_text(textwrap.dedent(TOY), encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{study.RESULTS.parent}")
     monkeypatch.setenv("RAPO_RESULTS", str(tmp_path / "results"))

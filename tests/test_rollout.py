@@ -14,7 +14,15 @@ from transformers import PreTrainedTokenizerFast
 
 from rapo_lib import rollout
 from rapo_lib.policy import GenericDecoder, Policy, add_lora, merged_model
-from rapo_lib.rollout import RolloutRequest, SamplingLimits, StopTable, coin, entropy_above, sample_rollouts
+from rapo_lib.rollout import (
+    RolloutRequest,
+    SamplingLimits,
+    StopTable,
+    coin,
+    entropy_above,
+    sample_and_score,
+    sample_rollouts,
+)
 from rapo_lib.traces import END_REASONS, Protocol, Segment, parse_step
 
 LIMITS = SamplingLimits(max_completion=240, max_calls=8, max_steps=6)
@@ -489,6 +497,26 @@ def test_two_processes_sample_what_one_does(tiny_policy, questions):
 
 
 @pytest.mark.case(35)
+def test_rollouts_in_parts_are_the_rollouts_of_one_batch_with_their_rewards(tiny_policy, questions):
+    reqs, sizes = requests(questions[:2], 3), []
+
+    def sampler(policy, part, toolbox, **how):
+        sizes.append(len(part))
+        return sample_rollouts(policy, part, toolbox, **how)
+
+    def reward(rollout, question, protocol):
+        return float(len(question.text) + rollout.place)
+
+    how = {"limits": LIMITS, "seed": 4, "stream": ("train", 2), "reward": reward, "sampler": sampler}
+    whole, parts = (sample_and_score(tiny_policy, reqs, FakeToolbox(), at_once=n, **how) for n in (0, 4))
+    assert sizes == [6, 4, 2]
+    for a, b, request in zip(whole.rollouts, parts.rollouts, reqs, strict=True):
+        assert a.completion_ids == b.completion_ids and (a.question_id, a.place) == (request.question.id, request.place)
+        assert a.reward == b.reward == len(request.question.text) + request.place
+    assert parts.stats.generated_tokens == whole.stats.generated_tokens == sum(len(r.logps) for r in parts.rollouts)
+    assert sample_and_score(tiny_policy, [], FakeToolbox(), **how).rollouts == [] and sizes == [6, 4, 2]
+
+
 def test_when_rows_are_served_changes_no_token(tiny_policy, questions, script, monkeypatch):
     asked = requests(questions, 4, hybrid_from=2)
     results = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pandas as pd
 import pytest
 import torch
 from conftest import make_model
 
-from rapo_lib import execution
+from rapo_lib import execution, runs
 from rapo_lib.config import RunConfig
 from rapo_lib.execution import execute_run, make_buffer, questions_of, toolbox_of
 from rapo_lib.methods import get_method
@@ -18,6 +19,7 @@ from rapo_lib.rollout import SamplingLimits
 from rapo_lib.runs import inputs_hash
 from rapo_lib.teach import main, teach
 from rapo_lib.traces import load_rollouts, save_jsonl
+from rapo_lib.trainer import _check as check_fit
 
 SETTINGS = dict(rl_steps=1, questions_per_step=2, group_size=4, n_hybrid=2, eval_every=1, n_eval=2, n_final=2)
 STEP = "<think> use python</think><python> print({a} * {b})</python>"
@@ -90,6 +92,29 @@ def test_a_teacher_s_file_is_scored_and_goes_on_where_it_stopped(model, sums, tm
         teach(policy, questions, toolbox, out, n=0, limits=limits)
 
 
+@pytest.mark.parametrize(("cut", "lines"), [(5, 2), (-1, 0), (-2, 1), (-3, 2)])
+def test_what_a_kill_left_of_the_last_question_is_cut_off(model, sums, tmp_path, script, cut, lines):
+    """Files of two questions, two rollouts each: cut in the middle of the last line, at its end, one line earlier, and
+    at the first of a question's two lines."""
+    config, policy = config_of(model, sums), load_policy(model)
+    questions, toolbox = questions_of(config, "train"), toolbox_of(config, "train")
+    how, out, said = {"n": 2, "limits": SamplingLimits.of(config)}, tmp_path / "t.jsonl", []
+    written(policy, script, questions[:2], 2)
+    teach(policy, questions[:2], toolbox, out, **how, say=lambda text: None)
+    whole = out.read_bytes()
+    rows = whole.splitlines(keepends=True)
+    kept = {5: whole[:-5], -1: whole, -2: b"".join(rows[:3]), -3: b"".join(rows[:3]) + rows[3][:9]}[cut]
+    out.write_bytes(kept)
+    decoder = written(policy, script, questions[1:2], 2) if lines else None
+    counts = teach(policy, questions[:2], toolbox, out, **how, say=said.append)
+    assert dict(counts) == {"rollouts": 4, "right": 2, "questions": 2}
+    assert [(r.question_id, r.place, r.reward) for r in load_rollouts(out)] == [
+        (q.id, place, 1.0 - place) for q in questions[:2] for place in range(2)
+    ]
+    assert (said[0] == f"t.jsonl: {lines} lines of a question that was not finished are cut off") == bool(lines)
+    assert decoder is None or len(decoder.fed) == 2
+
+
 @pytest.mark.parametrize("method", ["rapo", "sft"])
 def test_a_run_on_other_questions_learns_from_their_teacher(model, sums, tmp_path, script, monkeypatch, method):
     config, policy = config_of(model, sums), load_policy(model)
@@ -132,6 +157,28 @@ def test_files_of_the_question_set_count_as_inputs(model, sums):
     rows = [json.loads(line) for line in (sums / "test.jsonl").read_text(encoding="utf-8").splitlines()]
     save_jsonl(sums / "test.jsonl", [*rows[:-1], rows[-1] | {"answer": "1"}])
     assert inputs_hash(config) != before
+
+
+def test_a_folder_of_questions_is_found_from_anywhere(model, sums, tmp_path, monkeypatch):
+    """Notebooks run in a folder of their own; a path is then meant from the repository on, as for the student."""
+    monkeypatch.chdir(model)
+    below = os.path.relpath(sums, runs.ROOT)
+    config = config_of(model, sums, questions=below, buffer=str(sums / "train.jsonl"))
+    assert [q.text for q in questions_of(config, "train")][0] == "2 * 7?" and toolbox_of(config, "train").names
+    before = inputs_hash(config)
+    (sums / "test.jsonl").write_text("{}", encoding="utf-8")
+    assert inputs_hash(config) != before
+
+
+def test_the_reward_of_training_is_what_the_run_says(model, sums, tmp_path, script):
+    config, policy = config_of(model, sums, method="grpo", reward="released"), load_policy(model)
+    execute_run(config, tmp_path / "run")  # a random model never writes a valid rollout: -1 each
+    assert pd.read_parquet(tmp_path / "run" / "metrics.parquet")["reward"].tolist() == [-1.0]
+    assert set(pd.read_parquet(tmp_path / "run" / "evals.parquet")["pass@1"]) == {0.0}
+    with pytest.raises(ValueError, match="unknown reward 'f1'; allowed: pocket, released"):
+        execute_run(config.replace(reward="f1"), tmp_path / "other")
+    with pytest.raises(ValueError, match="reward is 'released', of which a rollout may earn more than the teacher's"):
+        check_fit(policy, None, config, get_method("luffy"), [object()])
 
 
 def test_the_encoder_of_the_buffer_is_what_the_run_says(monkeypatch, model, sums):

@@ -129,7 +129,9 @@ def test_trl_knows_the_settings_and_the_engine_s_answer(world, tmp_path):
     args = grpo_config(CONFIG.replace(generator="vllm"), get_method("grpo"), policy, tmp_path)
     for name, value in vllm_settings(policy.context).items():
         assert getattr(args, name) == value
-    assert not GRPOConfig(str(tmp_path)).use_vllm and set(STOP_TAGS) == set(args.generation_kwargs["stop"])
+    assert not GRPOConfig(str(tmp_path), bf16=False, use_cpu=True).use_vllm and set(STOP_TAGS) == set(
+        args.generation_kwargs["stop"]
+    )
 
     class Trainer:
         class vllm_generation:  # noqa: N801 (TRL's name)
