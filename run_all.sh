@@ -5,12 +5,12 @@ set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 PROFILES="smoke pocket study qwen paper"
-COMMANDS="test lab html slides bare docs browser"
+COMMANDS="test lab html slides bare docs"
 
 usage() {
   cat <<USAGE
 usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh] [--dry-run]
-       ./run_all.sh test [pytest options] | lab [JupyterLab options] | browser [NUMBERS]
+       ./run_all.sh test [pytest options] | lab [JupyterLab options]
        ./run_all.sh html [--profile NAME] | slides [--profile NAME] | bare | docs
 
   (nothing)        run all notebooks with the profile pocket; finished work is kept, interrupted work goes on
@@ -24,7 +24,6 @@ usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh] [--dry-r
   html, slides     write the executed notebooks of a profile (or of `reference`) as pages or slides that need no network
   bare             write the notebooks without prose and answers, to work alone
   docs             write the API pages from the docstrings
-  browser          open notebooks in headless Chromium, run them, press their buttons
 The environment is made on the first call: with conda, mamba or micromamba when there is one, else in .venv with pip.
 RAPO_ENV=venv or RAPO_ENV=conda chooses one of them.
 USAGE
@@ -43,7 +42,7 @@ fi
 while [ $# -gt 0 ]; do
   option=$1 value=""
   case $option in -h|--help) usage; exit 0 ;; esac
-  case $command in test|lab|browser) extra+=("$option"); shift; continue ;; esac
+  case $command in test|lab) extra+=("$option"); shift; continue ;; esac
   case $option in
     --fresh) fresh=--fresh; shift; continue ;;
     --dry-run) dry=--dry-run; shift; continue ;;
@@ -144,9 +143,6 @@ case $command in
   docs)
     "$ENV/bin/python" -c 'import pdoc' 2>/dev/null || "$ENV/bin/python" -m pip install --quiet "pdoc>=16,<17"
     exec "$ENV/bin/python" -m rapo_lib.docs ;;
-  browser)
-    "$ENV/bin/python" -c 'import playwright' 2>/dev/null || "$ENV/bin/python" -m pip install --quiet "playwright>=1.60,<2"
-    exec "$ENV/bin/python" "$ROOT/tests/browser/run.py" "${extra[@]+"${extra[@]}"}" ;;
   notebooks)
     exec "$ENV/bin/python" -m rapo_lib.runs notebooks --profile "$profile" \
       ${only:+--only "$only"} ${jobs:+--jobs "$jobs"} ${fresh:+"$fresh"} ${dry:+"$dry"} ;;
