@@ -21,7 +21,7 @@ usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh] [--dry-r
   --dry-run        print what would be done (runs, steps, tokens, hours), and do nothing
   test             run the tests
   lab              open JupyterLab in notebooks/
-  html, slides     write the executed notebooks of a profile (or of `reference`) as pages or slides that need no network
+  html, slides     write the executed notebooks of a profile (or of the reference) as pages or slides that need no network
   bare             write the notebooks without prose and answers, to work alone
   docs             write the API pages from the docstrings
 The environment is made on the first call: with conda, mamba or micromamba when there is one, else in .venv with pip.
@@ -51,7 +51,8 @@ while [ $# -gt 0 ]; do
     *) refuse "unknown option '$option'; valid: --profile, --only, --jobs, --fresh, --dry-run, --help" ;;
   esac
   case $option in
-    --profile) one_of "$value" "$PROFILES" || refuse "unknown profile '$value'; valid: ${PROFILES// /, }"; profile=$value ;;
+    --profile) case $command in html|slides) PROFILES="$PROFILES reference" ;; esac
+      one_of "$value" "$PROFILES" || refuse "unknown profile '$value'; valid: ${PROFILES// /, }"; profile=$value ;;
     --only) [[ $value =~ ^[0-9A-Za-z_]+(,[0-9A-Za-z_]+)*$ ]] || refuse "--only is '$value'; expected numbers such as 05,06"; only=$value ;;
     --jobs) [[ $value =~ ^[1-9][0-9]*$ ]] || refuse "--jobs is '$value'; expected a whole number from 1 up"; jobs=$value ;;
   esac
