@@ -268,8 +268,19 @@ def _rows_of(benchmark: Benchmark, split: str, folder: Path | str | None) -> Ite
     if source not in benchmark.splits:
         have = [s for s in SPLITS if s in benchmark.splits or (s == "validation" and "train" in benchmark.splits)]
         raise ValueError(f"{benchmark.name} has no {split} questions; it has {', '.join(have)}")
-    for config in _configs(benchmark, folder):
-        yield from _load(benchmark, config, benchmark.splits[source], folder)
+    hub_split = benchmark.splits[source]
+    import datasets
+
+    try:
+        for config in _configs(benchmark, folder):
+            yield from _load(benchmark, config, hub_split, folder)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
+        first = (str(e).splitlines() or [""])[0]
+        hint = " It asks for an agreement on its page, and for a token (HF_TOKEN)." if benchmark.gated else ""
+        raise ValueError(
+            f"cannot load {benchmark.name} from {str(folder or benchmark.hub)!r}, split {hub_split!r}: {first}.{hint} "
+            "Without a network, copy the set's files to a folder and pass folder='..'"
+        ) from e
 
 
 def _configs(benchmark: Benchmark, folder: Path | str | None) -> list[str | None]:
@@ -285,18 +296,10 @@ def _load(
 ) -> Iterable[Mapping[str, Any]]:
     import datasets
 
-    try:
-        if folder is None:
-            return datasets.load_dataset(benchmark.hub, config, split=split)
-        kind, files = _local_files(Path(folder), config, split)
-        return datasets.load_dataset(kind, data_files=[str(f) for f in files], split="train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as e:
-        first = (str(e).splitlines() or [""])[0]
-        hint = " It asks for an agreement on its page, and for a token (HF_TOKEN)." if benchmark.gated else ""
-        raise ValueError(
-            f"cannot load {benchmark.name} from {str(folder or benchmark.hub)!r}, split {split!r}: {first}.{hint} "
-            "Without a network, copy the set's files to a folder and pass folder='..'"
-        ) from e
+    if folder is None:
+        return datasets.load_dataset(benchmark.hub, config, split=split)
+    kind, files = _local_files(Path(folder), config, split)
+    return datasets.load_dataset(kind, data_files=[str(f) for f in files], split="train")
 
 
 #: Ending of a file -> the builder that reads it.

