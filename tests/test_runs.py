@@ -586,4 +586,4 @@ def test_unknown_command_line_arguments_are_refused(capsys):
     for arguments in (["notebooks", "--profile", "pockte"], ["sweep"]):
         with pytest.raises(SystemExit):
             runs.main(arguments)
-    assert "invalid choice: 'pockte'" in capsys.readouterr().err
+    assert "unknown profile 'pockte'; allowed: smoke, pocket" in capsys.readouterr().err
