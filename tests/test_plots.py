@@ -100,6 +100,7 @@ def draw_all(sample) -> list:
         plots.plot_differences(table[table["rl_step"] == table["rl_step"].max()], "grpo"),
         plots.plot_grid(grid(), "learning_rate", "lora_r"),
         plots.plot_setting(grid(), "lora_r", 8),
+        plots.plot_rollout(*sample),
     ]
 
 
