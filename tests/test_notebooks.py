@@ -134,10 +134,6 @@ def test_imports_and_shown_sources_exist(nb):
                 assert callable(resolve(".".join([names[root], *rest])))
 
 
-#: Notebooks whose exercises get their solutions in another change.
-WITHOUT_SOLUTIONS = {"03_hybrid_rollout", "05_training", "09_when_to_peek"}
-
-
 def test_check_yourself_has_as_many_answers_as_questions_and_folds_them(nb):
     (cell,) = [c for c in nb.cells if c.cell_type == "markdown" and "## Check yourself" in c.source]
     part = cell.source.split("## Check yourself")[1].split("\n## ")[0]
@@ -148,12 +144,10 @@ def test_check_yourself_has_as_many_answers_as_questions_and_folds_them(nb):
     assert asked.count("?") >= len(numbers[0]) - 1
 
 
-def test_change_one_thing_has_exercises_each_with_a_folded_solution(nb, request):
+def test_change_one_thing_has_exercises_each_with_a_folded_solution(nb):
     (at,) = [i for i, c in enumerate(nb.cells) if c.cell_type == "markdown" and "## Change one thing" in c.source]
     exercises = [i for i, c in enumerate(nb.cells) if "exercise" in c.metadata.get("tags", [])]
     assert exercises and min(exercises) == at + 1, "the exercises stand below their heading"
-    if request.node.callspec.id in WITHOUT_SOLUTIONS:
-        return
     for i in exercises:
         prompt = nb.cells[i - 1].source.split("## Change one thing")[-1].strip()
         assert re.match(r"\*\*[^*]+[.?]\*\* ", prompt), f"an exercise has a name: {prompt[:60]}"
