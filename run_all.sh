@@ -14,7 +14,7 @@ usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh] [--dry-r
        ./run_all.sh html [--profile NAME] | slides [--profile NAME] | bare | docs
 
   (nothing)        run all notebooks with the profile pocket; finished work is kept, interrupted work goes on
-  --profile NAME   one of: ${PROFILES// /, }
+  --profile NAME   one of: ${PROFILES// /, }; or your own: settings in results/NAME/profile.json
   --only LIST      only these notebooks, by number: 05,06
   --jobs N         training runs at once, one thread each (default: the profile's)
   --fresh          do finished notebooks and their runs again
@@ -31,6 +31,7 @@ USAGE
 
 refuse() { printf 'run_all.sh: %s\n' "$*" >&2; exit 2; }
 say() { printf '%s\n' "$*" >&2; }
+own_profile() { [[ $1 =~ ^[0-9A-Za-z_-]+$ ]] && [ -f "${RAPO_RESULTS:-$ROOT/results}/$1/profile.json" ]; }
 one_of() { case " $2 " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 
 # ------------------------------------------------------------------------------------------- arguments
@@ -52,7 +53,7 @@ while [ $# -gt 0 ]; do
   esac
   case $option in
     --profile) case $command in html|slides) PROFILES="$PROFILES reference" ;; esac
-      one_of "$value" "$PROFILES" || refuse "unknown profile '$value'; valid: ${PROFILES// /, }"; profile=$value ;;
+      one_of "$value" "$PROFILES" || own_profile "$value" || refuse "unknown profile '$value'; valid: ${PROFILES// /, }"; profile=$value ;;
     --only) [[ $value =~ ^[0-9A-Za-z_]+(,[0-9A-Za-z_]+)*$ ]] || refuse "--only is '$value'; expected numbers such as 05,06"; only=$value ;;
     --jobs) [[ $value =~ ^[1-9][0-9]*$ ]] || refuse "--jobs is '$value'; expected a whole number from 1 up"; jobs=$value ;;
   esac
