@@ -525,6 +525,37 @@ def _mark_alarms(
         ax.set_title("\n".join(names), loc="left", fontsize=8)
 
 
+#: What is watched while training goes on.
+PROGRESS = ("reward", "entropy", "retrieved_frac")
+
+
+def plot_progress(metrics: pd.DataFrame, rl_steps: int) -> np.ndarray:
+    """Training as it goes on: reward, entropy and retrieved fraction over RL steps, one line a run.
+
+    Args:
+        metrics: one row a variant, seed and RL step, of runs that may stand at different steps. rl_steps: how many
+            there will be.
+
+    Returns:
+        Three axes. A variant that never retrieves has no line in the last one.
+    """
+    _need(metrics, ("variant", "seed", "rl_step", *PROGRESS))
+    axes = new_axes(3)
+    lines = {}
+    for (variant, _), part in metrics.groupby(["variant", "seed"], sort=False):
+        colour, dashes = style_of(str(variant))
+        for ax, metric in zip(axes, PROGRESS, strict=True):
+            shown = part.dropna(subset=metric)
+            (line,) = ax.plot(shown["rl_step"], shown[metric], color=colour, linestyle=dashes, marker=".", ms=4, lw=1.2)
+            lines.setdefault(label_of(str(variant)), line)
+    for ax, metric in zip(axes, PROGRESS, strict=True):
+        _name_axis(ax, "x", "rl_step")
+        _name_axis(ax, "y", metric)
+        ax.set(xlim=(0, rl_steps + 0.5), ylim=(0, 1.02) if metric != "entropy" else (0, None))
+    axes[0].figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=6)
+    return axes
+
+
 # ------------------------------------------------------------------------------------------ the idea
 
 #: Edge and fill of each part of the figure of the idea; peeked steps are also dashed, so that colour is not needed.

@@ -48,6 +48,7 @@ LOOKING_ON = {
     "show.py",
     "explorer.py",
     "live.py",
+    "watch.py",
     "pages.py",
     "bench.py",
     "hybrids.py",
@@ -76,6 +77,8 @@ EXECUTOR = "rapo_lib.execution:execute_run"
 WORK = "work"
 #: Files that done.json holds no checksum of: itself, and what may differ between equal runs.
 UNCHECKED = ("done.json", "log.txt")
+#: Seconds between two looks at runs that go on.
+LOOK_SEC = 2.0
 
 
 class RunFailed(RuntimeError):
@@ -213,14 +216,33 @@ class Run:
 
     def table(self, name: str) -> pd.DataFrame:
         """One of the run's tables: `metrics`, `evals` or `final`, with columns variant, method, seed in front."""
-        df = pd.read_parquet(self.file(f"{name}.parquet"))
-        for i, column in enumerate(("variant", "method", "seed")):
-            df.insert(i, column, self.variant if column == "variant" else getattr(self.config, column))
-        return df
+        return _named(pd.read_parquet(self.file(f"{name}.parquet")), self)
+
+    def metrics_so_far(self) -> pd.DataFrame:
+        """The metrics that a run has written by now, one row an RL step, with columns variant, method, seed in front.
+
+        Edge cases: empty before the first RL step, and while the folder still holds what other code had begun.
+        """
+        partial, none = partial_folder(self.folder), pd.DataFrame()
+        if self.done:
+            return self.table("metrics")
+        if _read_json(partial / WORK / "started.json").get("inputs") != inputs_hash(self.config):
+            return none
+        try:
+            df = pd.read_parquet(partial / "metrics.parquet")
+        except FileNotFoundError:  # not yet, or moved to its place just now
+            return none
+        return _named(df, self)
 
     def rollouts(self) -> list[dict[str, Any]]:
         """The stored rollouts: rows with `rl_step` and `rollout`."""
         return [{**r, "rollout": Rollout.from_dict(r["rollout"])} for r in load_jsonl(self.file("rollouts.jsonl"))]
+
+
+def _named(df: pd.DataFrame, run: Run) -> pd.DataFrame:
+    for i, column in enumerate(("variant", "method", "seed")):
+        df.insert(i, column, run.variant if column == "variant" else getattr(run.config, column))
+    return df
 
 
 def read_done(folder: Path, config: RunConfig, inputs: str | None = None) -> dict[str, Any] | None:
@@ -339,7 +361,7 @@ def run_many(
         missing = {r.folder: r for r, f in zip(runs, found, strict=True) if f is None}
         if len(missing) < len(runs):
             say(f"{len(runs) - len(missing)} of {len(runs)} runs are there already")
-        (work or _work)(_unique(missing.values()), jobs, executor, say)
+        (work or work_here)(_unique(missing.values()), jobs, executor, say)
         return [f or _find(r, folder) or r for r, f in zip(runs, found, strict=True)]
 
 
@@ -377,8 +399,19 @@ def _lock(path: Path, say: Callable[[str], None]):
 # --------------------------------------------------------------------------------------------- workers
 
 
-def _work(runs: list[Run], jobs: int, executor: str, say: Callable[[str], None]) -> None:
-    """Give each run to one of `jobs` workers; stop giving out after the first failure."""
+def work_here(
+    runs: list[Run],
+    jobs: int,
+    executor: str,
+    say: Callable[[str], None],
+    watch: Callable[[list[Run]], None] | None = None,
+) -> None:
+    """Give each run to one of `jobs` workers; stop giving out after the first failure.
+
+    Args:
+        watch: called with the runs every LOOK_SEC seconds while they go on, and after each that ends. What it raises
+            ends the workers as Ctrl-C does: each run goes on from its last checkpoint when it is asked for again.
+    """
     if not runs:
         return
     idle = [Worker(executor, runs[0].config.threads) for _ in range(min(jobs, len(runs)))]
@@ -391,7 +424,9 @@ def _work(runs: list[Run], jobs: int, executor: str, say: Callable[[str], None])
                     worker, run = idle.pop(), todo.pop(0)
                     pending[pool.submit(worker.do, run)] = (worker, run)
                 try:
-                    finished, _ = wait(pending, return_when=FIRST_COMPLETED)
+                    finished, _ = wait(pending, LOOK_SEC if watch else None, return_when=FIRST_COMPLETED)
+                    if watch:
+                        watch(runs)
                 except BaseException:
                     _stop(everyone)  # else the pool would wait for runs that nobody wants
                     raise

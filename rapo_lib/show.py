@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 from IPython.display import display
+from ipywidgets import DOMWidget
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
@@ -36,6 +37,14 @@ _BOX = (
 
 def _display(html_text: str, plain: str) -> None:
     display({"text/html": html_text, "text/plain": plain}, raw=True)
+
+
+def show_widget(widget: DOMWidget, still: str) -> None:
+    """Display a widget, and in its place a still picture wherever no kernel runs that could move it.
+
+    The state of widgets is not saved in notebooks; an exported page shows `still`, HTML whose text is escaped.
+    """
+    display(widget._repr_mimebundle_() | {"text/html": still}, raw=True)
 
 
 def escape(text: str) -> str:

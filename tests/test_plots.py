@@ -56,6 +56,16 @@ def grid() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def progress() -> pd.DataFrame:
+    """Two runs of RAPO, one of which is further on, and one of GRPO, which never retrieves."""
+    rows = [
+        {"variant": v, "seed": s, "rl_step": t, "reward": t / 10, "entropy": 0.5 / t, "retrieved_frac": frac}
+        for v, s, n, frac in (("rapo", 0, 5, 0.4), ("rapo", 1, 3, 0.3), ("grpo", 0, 4, float("nan")))
+        for t in range(1, n + 1)
+    ]
+    return pd.DataFrame(rows)
+
+
 def rollout(protocol, *parts) -> Rollout:
     segments = []
     for i, (origin, text) in enumerate(parts):
@@ -102,7 +112,19 @@ def draw_all(sample) -> list:
         plots.plot_grid(grid(), "learning_rate", "lora_r"),
         plots.plot_setting(grid(), "lora_r", 8),
         plots.plot_rollout(*sample),
+        plots.plot_progress(progress(), 8)[0],
     ]
+
+
+def test_progress_draws_each_run_as_far_as_it_is():
+    axes = plots.plot_progress(progress(), 8)
+    drawn = [[list(line.get_xdata()) for line in ax.lines] for ax in axes]
+    assert drawn[0] == drawn[1] == [[1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 3, 4]]
+    assert drawn[2] == [[1, 2, 3, 4, 5], [1, 2, 3], []]  # GRPO has no retrieved fraction
+    assert list(axes[0].lines[1].get_ydata()) == [0.1, 0.2, 0.3] and {ax.get_xlim() for ax in axes} == {(0, 8.5)}
+    assert [t.get_text() for t in axes[0].figure.legends[0].get_texts()] == ["RAPO", "GRPO"]
+    with pytest.raises(ValueError, match="no column 'variant'"):
+        plots.plot_progress(pd.DataFrame(), 8)
 
 
 @pytest.mark.case(42)
