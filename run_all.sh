@@ -5,12 +5,13 @@ set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 PROFILES="smoke pocket study qwen"
-COMMANDS="test lab html"
+COMMANDS="test browser lab html slides bare"
 
 usage() {
   cat <<USAGE
 usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh]
-       ./run_all.sh test [pytest options] | lab [JupyterLab options] | html [--profile NAME]
+       ./run_all.sh test [pytest options] | browser [--all | 03 05 ..] | lab [JupyterLab options]
+       ./run_all.sh html|slides [--profile NAME|reference] | bare [--profile NAME]
 
   (nothing)        run all notebooks with the profile pocket; finished work is kept, interrupted work goes on
   --profile NAME   one of: ${PROFILES// /, }
@@ -19,7 +20,9 @@ usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh]
   --fresh          do finished notebooks and their runs again
   test             run the tests
   lab              open JupyterLab in notebooks/
-  html             export the executed notebooks of a profile as HTML pages
+  browser          open notebooks in JupyterLab in headless Chromium, run all cells, use their controls; with screenshots
+  html, slides     the executed notebooks of a profile as pages or slides that need no network; reference: the committed ones
+  bare             the notebooks without prose and answers, for working alone: results/bare
 The environment is made on the first call: with conda, mamba or micromamba when there is one, else in .venv with pip.
 RAPO_ENV=venv or RAPO_ENV=conda chooses one of them.
 USAGE
@@ -30,7 +33,7 @@ say() { printf '%s\n' "$*" >&2; }
 one_of() { case " $2 " in *" $1 "*) return 0 ;; *) return 1 ;; esac; }
 
 # ------------------------------------------------------------------------------------------- arguments
-command=notebooks profile=pocket only="" jobs="" fresh="" extra=()
+command=notebooks profile=pocket only="" jobs="" fresh="" given="" extra=()
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
   one_of "$1" "$COMMANDS" || refuse "unknown command '$1'; valid: ${COMMANDS// /, }, or options only (see --help)"
   command=$1; shift
@@ -38,7 +41,7 @@ fi
 while [ $# -gt 0 ]; do
   option=$1 value=""
   case $option in -h|--help) usage; exit 0 ;; esac
-  case $command in test|lab) extra+=("$option"); shift; continue ;; esac
+  case $command in test|browser|lab) extra+=("$option"); shift; continue ;; esac
   case $option in
     --fresh) fresh=--fresh; shift; continue ;;
     --profile=*|--only=*|--jobs=*) value=${option#*=} option=${option%%=*}; shift ;;
@@ -46,12 +49,17 @@ while [ $# -gt 0 ]; do
     *) refuse "unknown option '$option'; valid: --profile, --only, --jobs, --fresh, --help" ;;
   esac
   case $option in
-    --profile) one_of "$value" "$PROFILES" || refuse "unknown profile '$value'; valid: ${PROFILES// /, }"; profile=$value ;;
+    --profile)
+      case $command in html|slides) PROFILES="$PROFILES reference" ;; esac
+      one_of "$value" "$PROFILES" || refuse "unknown profile '$value'; valid: ${PROFILES// /, }"
+      profile=$value given=$value ;;
     --only) [[ $value =~ ^[0-9A-Za-z_]+(,[0-9A-Za-z_]+)*$ ]] || refuse "--only is '$value'; expected numbers such as 05,06"; only=$value ;;
     --jobs) [[ $value =~ ^[1-9][0-9]*$ ]] || refuse "--jobs is '$value'; expected a whole number from 1 up"; jobs=$value ;;
   esac
 done
-if [ "$command" = html ] && [ -n "$only$jobs$fresh" ]; then refuse "html takes only --profile"; fi
+case $command in
+  html|slides|bare) if [ -n "$only$jobs$fresh" ]; then refuse "$command takes only --profile"; fi ;;
+esac
 
 # ----------------------------------------------------------------------------------------- environment
 export PIP_DISABLE_PIP_VERSION_CHECK=1 TOKENIZERS_PARALLELISM=false PYTHONUTF8=1 JUPYTER_PREFER_ENV_PATH=1
@@ -133,7 +141,14 @@ export PATH
 case $command in
   test) exec "$ENV/bin/python" -m pytest "${extra[@]+"${extra[@]}"}" ;;
   lab) exec "$ENV/bin/python" -m jupyterlab --notebook-dir "$ROOT" "${extra[@]+"${extra[@]}"}" ;;
-  html) exec "$ENV/bin/python" -m rapo_lib.runs html --profile "$profile" ;;
+  browser)
+    if ! "$ENV/bin/python" -c 'import playwright' 2>/dev/null; then
+      say "Installing playwright (once) ..."
+      "$ENV/bin/python" -m pip install --quiet -e "$ROOT[browser]"
+    fi
+    exec env PYTHONPATH="$ROOT" "$ENV/bin/python" "$ROOT/tests/browser/run.py" "${extra[@]+"${extra[@]}"}" ;;
+  html|slides) exec "$ENV/bin/python" -m rapo_lib.runs "$command" --profile "$profile" ;;
+  bare) exec "$ENV/bin/python" -m rapo_lib.runs bare ${given:+--profile "$given"} ;;
   notebooks)
     exec "$ENV/bin/python" -m rapo_lib.runs notebooks --profile "$profile" \
       ${only:+--only "$only"} ${jobs:+--jobs "$jobs"} ${fresh:+"$fresh"} ;;

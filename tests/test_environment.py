@@ -129,13 +129,16 @@ def run_all(*args: str, root: Path = ROOT, **env: str) -> subprocess.CompletedPr
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["slides"], "unknown command 'slides'; valid: test, lab, html"),
+        (["sildes"], "unknown command 'sildes'; valid: test, browser, lab, html, slides, bare"),
         (["--profile", "pockte"], "unknown profile 'pockte'; valid: " + ", ".join(PROFILES)),
         (["--quick"], "unknown option '--quick'; valid: --profile, --only, --jobs, --fresh, --help"),
         (["--jobs", "0"], "--jobs is '0'; expected a whole number from 1 up"),
         (["--jobs"], "--jobs needs a value"),
         (["--only", "05;rm"], "--only is '05;rm'; expected numbers such as 05,06"),
         (["html", "--fresh"], "html takes only --profile"),
+        (["bare", "--jobs", "2"], "bare takes only --profile"),
+        (["--profile", "reference"], "unknown profile 'reference'; valid: " + ", ".join(PROFILES)),
+        (["slides", "--profile", "x"], "unknown profile 'x'; valid: " + ", ".join([*PROFILES, "reference"])),
     ],
 )
 def test_unknown_arguments_are_refused_before_anything_is_installed(args, message):
@@ -143,9 +146,13 @@ def test_unknown_arguments_are_refused_before_anything_is_installed(args, messag
     assert done.returncode == 2 and message in done.stderr
 
 
+OPTIONS = ("--profile", "--only", "--jobs", "--fresh")
+COMMANDS = ("test", "browser", "lab", "html", "slides", "bare")
+
+
 def test_help_names_every_profile_and_option():
     text = run_all("--help").stdout
-    assert all(word in text for word in (*PROFILES, "--profile", "--only", "--jobs", "--fresh", "test", "lab", "html"))
+    assert all(word in text for word in (*PROFILES, *OPTIONS, *COMMANDS))
 
 
 FAKE_PYTHON = """#!/bin/bash
