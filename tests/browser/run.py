@@ -33,6 +33,7 @@ from PIL import Image
 
 from rapo_lib.config import ROOT
 from rapo_lib.driver import select_notebooks
+from rapo_lib.reference import REFERENCE
 from rapo_lib.runs import results_folder
 
 #: Without names: the first five minutes, and the two notebooks with controls. The others use nothing more of a browser.
@@ -46,7 +47,7 @@ HARMLESS = {
 MINUTES = 12
 WIDTH, HEIGHT = 1400, 1000
 #: Height of one screenshot; a longer notebook gets several.
-PART = 6000
+PART = 4000
 
 
 # ----------------------------------------------------------------------------------------- the machinery
@@ -254,12 +255,21 @@ def _until(page: Any, true: Callable[[], bool], otherwise: str) -> None:
 AFTER = {"03": play_by_hand, "05": walk_through}
 
 
+# Where the view begins, how high it is, and where the last cell ends (or the panel, while that cell is not drawn).
+_PLACE = """e => {
+    const n = window.jupyterapp.shell.currentWidget.content.widgets.length;
+    const last = e.querySelector(`[data-windowed-list-index="${n - 1}"]`);
+    const top = e.getBoundingClientRect().top - e.scrollTop;
+    const below = last ? last.getBoundingClientRect().bottom - top : e.scrollHeight;
+    return [e.scrollTop, e.clientHeight, below].map(Math.ceil);
+}"""
+
+
 def take_pictures(page: Any, stem: str, folder: Path) -> None:
     """Pictures of the whole notebook, from its beginning, each at most PART high."""
-    folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f"{stem}*.png"):
         old.unlink()
-    page.keyboard.press("Control+b")  # the file browser
+    page.evaluate("() => window.jupyterapp.commands.execute('application:toggle-left-area')")  # more room
     page.set_viewport_size({"width": WIDTH, "height": PART})
     panel = page.locator(".jp-WindowedPanel-outer").first
     panel.evaluate("e => { e.scrollTop = 0; }")
@@ -267,11 +277,12 @@ def take_pictures(page: Any, stem: str, folder: Path) -> None:
     while True:
         page.wait_for_timeout(1500)
         name = f"{stem}.png" if part == 1 else f"{stem}_{part}.png"
-        top, view, whole = panel.evaluate("e => [e.scrollTop, e.clientHeight, e.scrollHeight]")
-        picture = Image.open(io.BytesIO(panel.screenshot()))
-        picture.crop((0, int(seen - top), picture.width, min(view, int(whole - top)))).save(folder / name)
+        top, view, end = panel.evaluate(_PLACE)
+        picture = Image.open(io.BytesIO(page.screenshot(clip=panel.bounding_box(), timeout=120_000)))
+        # Pixels seen on the picture before are cut off, and the empty space that follows the last cell.
+        picture.crop((0, seen - top, picture.width, min(view, end - top))).save(folder / name)
         seen = top + view
-        if seen >= whole - 1:
+        if seen >= end:
             return
         panel.evaluate("(e, y) => { e.scrollTop = y; }", seen)
         part += 1
@@ -298,9 +309,47 @@ def visit(browser: Any, address: str, path: Path, pictures: Path) -> list[str]:
         faults += [f"error output: {e}" for e in state["errors"]]
     except Exception as e:  # the pictures of what was there say more than the traceback
         faults.append(f"{type(e).__name__}: {str(e)[:600]}")
-    take_pictures(page, path.stem, pictures)
+    try:
+        take_pictures(page, path.stem, pictures)
+        page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")  # its memory
+    except Exception as e:
+        faults.append(f"no picture: {type(e).__name__}: {str(e)[:600]}")
     page.close(run_before_unload=False)
     return [f for f in faults if not any(re.search(h, f) for h in HARMLESS)]
+
+
+def look_at_slides(browser: Any, folder: Path, pictures: Path) -> list[str]:
+    """Slides and page of the committed notebook 04, from a file: keys move, notes appear, nothing is asked for."""
+    from rapo_lib import pages
+
+    faults: list[str] = []
+    copy = REFERENCE / "notebooks" / "04_retrieval_aware_objective.ipynb"
+    nb = nbformat.read(copy, as_version=4)
+    (folder / "slides.html").write_text(pages.slides_html(nb, copy.stem), encoding="utf-8")
+    (folder / "page.html").write_text(pages.page_html(nb, copy.stem, [copy.stem]), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 1280, "height": 720})
+    page.on("console", lambda m: faults.append(f"console: {m.text}"))
+    page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else faults.append(f"asks: {r.url}"))
+    page.goto((folder / "page.html").as_uri())
+    page.screenshot(path=pictures / "page_04.png", full_page=True)
+    page.goto((folder / "slides.html").as_uri())
+    number, shown = page.locator("#number"), page.locator(".slide:visible")
+    for key, expected in (
+        ("ArrowRight", "2 /"),
+        (" ", "3 /"),
+        ("ArrowLeft", "2 /"),
+        ("Home", "1 /"),
+        ("PageDown", "2 /"),
+    ):
+        page.keyboard.press(key)
+        if not (number.text_content() or "").startswith(expected) or shown.count() != 1:
+            faults.append(f"slides: after {key!r} the number is {number.text_content()}, expected {expected}")
+    page.keyboard.press("n")
+    if not page.locator(".slide.now .notes").is_visible():
+        faults.append("slides: the key n shows no notes")
+    page.screenshot(path=pictures / "slides_04.png")
+    page.close()
+    return faults
 
 
 def _is_fault(message: Any) -> bool:
@@ -336,24 +385,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _visit_all(chromium: str, chosen: Sequence[Path], pictures: Path) -> int:
     from playwright.sync_api import sync_playwright
 
-    bad = []
+    bad: list[str] = []
     flags = ["--disable-gpu", "--disable-dev-shm-usage"] + (["--no-sandbox"] if os.geteuid() == 0 else [])
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp, sync_playwright() as p:
         folder = Path(tmp)
         for path in chosen:
             smoke_copy(path, folder / "notebooks")
         browser = p.chromium.launch(executable_path=chromium, args=flags)
+        pictures.mkdir(parents=True, exist_ok=True)
+        _told("slides and pages", look_at_slides(browser, folder, pictures), bad)
         with jupyter(folder) as address:
             for path in chosen:
                 began = time.monotonic()
                 faults = visit(browser, address, path, pictures)
-                verdict = "failed" if faults else "passed"
-                print(f"{path.stem:32} {verdict} in {time.monotonic() - began:.0f} s", flush=True)
-                print("".join(f"    {f}\n" for f in dict.fromkeys(faults)), end="", flush=True)
-                bad += [path.stem] if faults else []
+                _told(path.stem, faults, bad, f" in {time.monotonic() - began:.0f} s")
         browser.close()
-    print(f"{len(chosen) - len(bad)} of {len(chosen)} notebooks passed; look at the screenshots in {pictures}")
+    n = len(chosen) + 1
+    print(f"{n - len(bad)} of {n} passed (slides, and {len(chosen)} notebooks); look at the screenshots in {pictures}")
     return int(bool(bad))
+
+
+def _told(name: str, faults: Sequence[str], bad: list[str], after: str = "") -> None:
+    print(f"{name:32} {'failed' if faults else 'passed'}{after}", flush=True)
+    for fault in dict.fromkeys(faults):
+        print(f"    {fault}", flush=True)
+    bad += [name] if faults else []
 
 
 if __name__ == "__main__":
