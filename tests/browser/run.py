@@ -200,7 +200,7 @@ def play_by_hand(page: Any) -> None:
 
 
 def walk_through(page: Any) -> None:
-    """Notebook 05: search, step by button and by key, choose another rollout by key, and see the cards change."""
+    """Notebook 05: search, step by button and by key, choose another rollout, and see the cards change."""
     into_view(page, "explore(")
     search = page.get_by_placeholder("hybrid, on-policy")
     search.fill("hybrid")
@@ -214,10 +214,12 @@ def walk_through(page: Any) -> None:
     _until(page, lambda: marked(page).startswith("2."), "the button does not go back")
     page.get_by_role("button", name="change", exact=True).click()
     page.get_by_text("log-probability after the update minus before").first.wait_for()
-    rollouts = page.locator("select[size]").first
-    chosen = rollouts.input_value()
-    rollouts.press("ArrowDown")
-    _until(page, lambda: rollouts.input_value() != chosen, "the key chooses no other rollout")
+    # By mouse: in JupyterLab the keys up and down belong to the notebook, also when a list has the focus.
+    options = page.locator("select[size] option")
+    head = page.get_by_text(re.compile(r"place \d+, ended by")).first
+    before = head.text_content()
+    page.locator("select[size]").first.select_option(index=options.count() - 1)
+    _until(page, lambda: head.text_content() != before, "another rollout changes nothing")
     search.fill("many")
     search.press("Enter")
     page.get_by_text("is nothing that can be searched for").wait_for()
