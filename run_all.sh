@@ -5,12 +5,12 @@ set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 PROFILES="smoke pocket study qwen paper"
-COMMANDS="test lab html slides bare docs"
+COMMANDS="test browser lab html slides bare docs"
 
 usage() {
   cat <<USAGE
 usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh] [--dry-run]
-       ./run_all.sh test [pytest options] | lab [JupyterLab options]
+       ./run_all.sh test [pytest options] | browser [--all | 03 05 ..] | lab [JupyterLab options]
        ./run_all.sh html [--profile NAME] | slides [--profile NAME] | bare | docs
 
   (nothing)        run all notebooks with the profile pocket; finished work is kept, interrupted work goes on
@@ -20,6 +20,7 @@ usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh] [--dry-r
   --fresh          do finished notebooks and their runs again
   --dry-run        print what would be done (runs, steps, tokens, hours), and do nothing
   test             run the tests
+  browser          run notebooks in JupyterLab in headless Chromium and use their controls; leaves screenshots
   lab              open JupyterLab in notebooks/
   html, slides     write the executed notebooks of a profile (or of the reference) as pages or slides that need no network
   bare             write the notebooks without prose and answers, to work alone
@@ -43,7 +44,7 @@ fi
 while [ $# -gt 0 ]; do
   option=$1 value=""
   case $option in -h|--help) usage; exit 0 ;; esac
-  case $command in test|lab) extra+=("$option"); shift; continue ;; esac
+  case $command in test|browser|lab) extra+=("$option"); shift; continue ;; esac
   case $option in
     --fresh) fresh=--fresh; shift; continue ;;
     --dry-run) dry=--dry-run; shift; continue ;;
@@ -139,6 +140,9 @@ export PATH
 # ------------------------------------------------------------------------------------------------ work
 case $command in
   test) exec "$ENV/bin/python" -m pytest "${extra[@]+"${extra[@]}"}" ;;
+  browser)
+    "$ENV/bin/python" -c 'import playwright' 2>/dev/null || "$ENV/bin/python" -m pip install --quiet "playwright>=1.55,<2"
+    exec env PYTHONPATH="$ROOT" "$ENV/bin/python" "$ROOT/tests/browser/run.py" "${extra[@]+"${extra[@]}"}" ;;
   lab) exec "$ENV/bin/python" -m jupyterlab --notebook-dir "$ROOT" "${extra[@]+"${extra[@]}"}" ;;
   html|slides) exec "$ENV/bin/python" -m rapo_lib.runs "$command" --profile "$profile" ;;
   bare) exec "$ENV/bin/python" -m rapo_lib.runs bare ;;

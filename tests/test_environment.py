@@ -129,7 +129,7 @@ def run_all(*args: str, root: Path = ROOT, **env: str) -> subprocess.CompletedPr
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["slide"], "unknown command 'slide'; valid: test, lab, html, slides, bare, docs"),
+        (["slide"], "unknown command 'slide'; valid: test, browser, lab, html, slides, bare, docs"),
         (["--profile", "pockte"], "unknown profile 'pockte'; valid: " + ", ".join(PROFILES)),
         (["--quick"], "unknown option '--quick'; valid: --profile, --only, --jobs, --fresh, --dry-run, --help"),
         (["--jobs", "0"], "--jobs is '0'; expected a whole number from 1 up"),
