@@ -8,6 +8,7 @@ place. All text comes from models and files: it is escaped, always.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from matplotlib.colors import to_hex
 from rapo_lib.config import RunConfig
 from rapo_lib.hybrids import credit_table
 from rapo_lib.objective import retrieval_reward
-from rapo_lib.show import AUTHORS, BATCH, escape
+from rapo_lib.show import AUTHORS, BATCH, escape, show_widget, visible
 from rapo_lib.tasks import Question
 from rapo_lib.traces import Protocol, Rollout, Step
 
@@ -63,9 +64,8 @@ class Header(NamedTuple):
     def label(self) -> str:
         kind = f"hybrid, {self.retrievals} retrieved" if self.hybrid else "on-policy"
         step = f"step {self.rl_step}, " if self.rl_step else ""
-        return (
-            f"{step}{self.question_id}, place {self.place}: {_verdict(self.reward)}, {kind}, ended by {self.end_reason}"
-        )
+        outcome = f"{_verdict(self.reward)}, {kind}, ended by {self.end_reason}"
+        return f"{step}{visible(self.question_id)}, place {self.place}: {outcome}"
 
 
 def _verdict(reward: float | None) -> str:
@@ -202,10 +202,15 @@ def matches(header: Header, conditions: Iterable[tuple[str, Any]]) -> bool:
 
 _CARD = "font-size:15px;line-height:1.6;color:#111;background:#fff;border:1px solid #999;border-radius:6px;"
 _CARD += "margin:6px 0;padding:8px"
-_FACTS = "font-family:sans-serif;font-size:14px;color:#333;white-space:normal"
+# Text and ground together: a card is readable in a light and in a dark theme.
+_FACTS = "font-family:sans-serif;font-size:14px;color:#333;background:#fff;white-space:normal"
 _TEXT = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere"
 #: Tokens that the policy did not write: they carry no gradient, and no colour of a scale.
 _MASKED = "background:repeating-linear-gradient(135deg,{c},{c} 6px,#fff 6px,#fff 8px);border-bottom:2px dotted #555"
+
+
+#: What stands in place of an advantage that cannot be computed.
+NO_CREDIT = "advantage not known: it needs the whole group and the run's configuration"
 
 
 @dataclass(frozen=True)
@@ -273,6 +278,8 @@ def _head_html(rollout: Rollout, facts: Facts, colour_by: str) -> str:
     if c := facts.credit:
         numbers += [f"Z_ret {c['z_ret']:+.3f} nats", f"A_acc {c['a_acc']:+.2f}", f"A_ret {c['a_ret']:+.2f}"]
         numbers += [f"advantage {c['advantage']:+.2f}", f"shaping factor {c['shaping']:.3f}"]
+    elif rollout.end_reason:
+        numbers.append(NO_CREDIT)
     lines.append(", ".join(numbers))
     lines.append(_legend_html(colour_by, facts))
     return f'<div style="{_CARD}"><div style="{_FACTS}">{"<br>".join(lines)}</div></div>'
@@ -343,6 +350,8 @@ def _step_html(n: int, step: Step, before: float | None, after: Step | None, tok
             h = after.segments[0].mean_entropy
             reward = float(retrieval_reward(before, h))
             facts.append(f"entropy {before:.3f} before, {h:.3f} after, retrieval reward {reward:+.3f}")
+        else:
+            facts.append("no retrieval reward: it needs an own step on both sides")
     return (
         f'<div style="{frame}"><div style="{_FACTS}">{", ".join(facts)}</div><div style="{_TEXT}">{tokens}</div></div>'
     )
@@ -382,10 +391,20 @@ class Collection:
         files = {name: RolloutFile(r.file("rollouts.jsonl")) for name, r in there.items()}
         return cls(files, protocol, questions, {name: r.config for name, r in there.items()})
 
-    def find(self, name: str, search: str = "") -> list[Header]:
-        """Rollouts of a file that meet a search, in the file's order."""
+    def find(
+        self, name: str, search: str = "", rl_step: int | None = None, question_id: str | None = None
+    ) -> list[Header]:
+        """Rollouts of a file that meet a search, in the file's order; of one RL step or question where it is given."""
         conditions = parse_search(search)
-        return [h for h in self.files[name].headers if matches(h, conditions)]
+        there = self.files[name].headers
+        there = there if rl_step is None else [h for h in there if h.rl_step == rl_step]
+        there = there if question_id is None else [h for h in there if h.question_id == question_id]
+        return [h for h in there if matches(h, conditions)]
+
+    def question_label(self, question_id: str) -> str:
+        """A question's id, and its text where it is known."""
+        known = self.questions.get(question_id)
+        return visible(f"{question_id}: {known.text}" if known else question_id)
 
     def card(self, name: str, header: Header, colour_by: str = "entropy", step: int | None = None) -> str:
         """The drawing of one rollout."""
@@ -417,13 +436,24 @@ class Collection:
             )
         heads = ("place", "kind", "retrieved", "calls", "outcome", "ended by", "advantage")
         head = "".join(f"<th style=padding-right:12px;text-align:left>{x}</th>" for x in heads)
-        return f'<table style="{_FACTS};background:#fff"><tr>{head}</tr>{"".join(rows)}</table>'
+        return f'<table style="{_FACTS}"><tr>{head}</tr>{"".join(rows)}</table>'
 
     def raw(self, name: str, header: Header) -> str:
-        """The row as the file holds it, as text that is safe to show."""
+        """The row as the file holds it, laid out; not escaped."""
         with open(self.files[name].path, "rb") as f:
             f.seek(header.offset)
             return json.dumps(json.loads(f.readline()), indent=1)
+
+    def raw_link_html(self, name: str, header: Header) -> str:
+        """A link that saves the row as a JSON file, and where the row stands."""
+        data = base64.b64encode(self.raw(name, header).encode()).decode("ascii")
+        place = f"{self.files[name].path}, from byte {header.offset}"
+        link = f'<a download="rollout.json" href="data:application/json;base64,{data}">save it</a>'
+        return f'<div style="{_FACTS};padding:0 6px">raw JSON: {link} ({escape(place)})</div>'
+
+    def still_html(self, name: str, header: Header, colour_by: str = "entropy") -> str:
+        """One rollout and its group, to be looked at without a kernel."""
+        return self.card(name, header, colour_by) + self.siblings_html(name, header)
 
     def _credit_of(self, name: str, header: Header) -> Mapping[str, Any] | None:
         return self._group_credit(name, header).get(header.place)
@@ -441,48 +471,78 @@ class Collection:
 
 
 class Explorer(w.VBox):
-    """The widget: choose a file, search, choose a rollout, step through it, compare it with another of its group.
+    """The widget: choose a file, an RL step, a question; search; walk through a rollout, beside another of its group.
 
-    Arrow keys move in the list and on the two sliders.
+    Arrow keys move in the lists and on the slider of steps.
     """
 
-    def __init__(self, collection: Collection, search: str = "", colour_by: str = "entropy") -> None:
+    def __init__(
+        self, collection: Collection, search: str = "", colour_by: str = "entropy", name: str | None = None
+    ) -> None:
         self.collection = collection
-        wide = w.Layout(width="100%")
-        self.file = w.Dropdown(options=list(collection.files), description="run", layout=w.Layout(width="45%"))
-        self.search = w.Text(
-            search, description="search", continuous_update=False, placeholder=_HELP, layout=w.Layout(width="54%")
-        )
+        wide, half = w.Layout(width="100%"), w.Layout(width="50%")
+        names = list(collection.files)
+        self.file = w.Dropdown(options=names, value=name or names[0], description="run", layout=half)
+        self.rl_step = w.Dropdown(options=[("all", None)], description="RL step", layout=w.Layout(width="200px"))
+        self.question = w.Dropdown(options=[("all", None)], description="question", layout=half)
+        self.search = w.Text(search, description="search", continuous_update=False, placeholder=_HELP, layout=half)
         self.colour = w.ToggleButtons(options=list(COLOURINGS), value=colour_by, description="colour")
         self.rollout = w.Select(options=[], rows=6, description="rollouts", layout=wide)
         self.step = w.IntSlider(0, 0, 0, description="step", continuous_update=True, layout=w.Layout(width="60%"))
         self.back, self.forward = (w.Button(description=d, layout=w.Layout(width="90px")) for d in ("back", "forward"))
         self.compare = w.Dropdown(options=[("nothing", None)], description="beside it", layout=w.Layout(width="60%"))
         self.show_raw = w.ToggleButton(False, description="raw JSON")
-        self.says, self.left, self.right, self.siblings = (w.HTML() for _ in range(4))
-        self.left.layout = self.right.layout = w.Layout(width="100%")
-        rows = [w.HBox([self.file, self.search]), self.says, self.rollout, w.HBox([self.colour, self.show_raw])]
-        rows += [w.HBox([self.back, self.forward, self.step]), self.compare]
-        super().__init__([*rows, w.HBox([self.left, self.right]), self.siblings])
+        self.says, self.link, self.left, self.right, self.siblings = (w.HTML() for _ in range(5))
+        self.left.layout = self.right.layout = wide
+        rows = [w.HBox([self.file, self.rl_step]), w.HBox([self.question, self.search]), self.says, self.rollout]
+        rows += [w.HBox([self.colour, self.show_raw, self.link]), w.HBox([self.back, self.forward, self.step])]
+        self.cards = w.HBox([self.left])
+        super().__init__([*rows, self.compare, self.cards, self.siblings])
         self._quiet = False
-        self.file.observe(lambda _: self._list(), "value")
-        self.search.observe(lambda _: self._list(), "value")
+        self.file.observe(lambda _: self._open(), "value")
+        self.rl_step.observe(lambda _: self._offer_questions(), "value")
+        for control in (self.question, self.search):
+            control.observe(lambda _: self._list(), "value")
         self.rollout.observe(lambda _: self._choose(), "value")
         for control in (self.step, self.colour, self.compare, self.show_raw):
             control.observe(lambda _: self._draw(), "value")
         self.back.on_click(lambda _: self._move(-1))
         self.forward.on_click(lambda _: self._move(1))
+        self._open()
+
+    def _open(self) -> None:
+        """A file: all its RL steps and questions can be chosen."""
+        steps = sorted({h.rl_step for h in self.collection.files[self.file.value].headers} - {0})
+        self._quiet = True
+        self.rl_step.options = [("all", None), *((str(s), s) for s in steps)]
+        self.rl_step.value = None
+        self._quiet = False
+        self._offer_questions()
+
+    def _offer_questions(self) -> None:
+        """The questions of the chosen RL step; the one that is chosen stays where it is among them."""
+        if self._quiet:
+            return
+        found = self.collection.find(self.file.value, rl_step=self.rl_step.value)
+        ids, chosen = sorted({h.question_id for h in found}), self.question.value
+        self._quiet = True
+        self.question.options = [("all", None), *((self.collection.question_label(i), i) for i in ids)]
+        self.question.value = chosen if chosen in ids else None
+        self._quiet = False
         self._list()
 
     def _list(self) -> None:
-        """Fill the list with what the search finds; a search that cannot be read says why and changes nothing."""
+        """Fill the list with what is found; a search that cannot be read says why and changes nothing."""
+        if self._quiet:
+            return
+        name = self.file.value
         try:
-            found = self.collection.find(self.file.value, self.search.value)
+            found = self.collection.find(name, self.search.value, self.rl_step.value, self.question.value)
         except ValueError as e:
             self.says.value = f'<div style="{_FACTS};color:#a33">{escape(str(e))}</div>'
             return
         more = f", the first {MOST_LISTED} are listed" if len(found) > MOST_LISTED else ""
-        n = len(self.collection.files[self.file.value])
+        n = len(self.collection.files[name])
         self.says.value = f'<div style="{_FACTS}">{len(found)} of {n} rollouts{more}</div>'
         self._quiet = True
         self.rollout.options = [(h.label, h) for h in found[:MOST_LISTED]]
@@ -495,7 +555,8 @@ class Explorer(w.VBox):
             return
         header = self.rollout.value
         if header is None:
-            self.left.value = self.right.value = self.siblings.value = ""
+            self.left.value = self.siblings.value = self.link.value = ""
+            self.cards.children = [self.left]
             return
         self._quiet = True
         name = self.file.value
@@ -505,6 +566,7 @@ class Explorer(w.VBox):
         self.compare.value = None
         self._quiet = False
         self.siblings.value = self.collection.siblings_html(name, header)
+        self.link.value = self.collection.raw_link_html(name, header)
         self._draw()
 
     def _move(self, by: int) -> None:
@@ -521,7 +583,9 @@ class Explorer(w.VBox):
         else:
             self.left.value = self.collection.card(name, header, self.colour.value, self.step.value)
         other = self.compare.value
-        self.right.value = self.collection.card(name, other, self.colour.value, self.step.value) if other else ""
+        if other is not None:
+            self.right.value = self.collection.card(name, other, self.colour.value, self.step.value)
+        self.cards.children = [self.left] if other is None else [self.left, self.right]
 
 
 def explore(
@@ -534,15 +598,12 @@ def explore(
             to begin with.
     """
     name = name or next(iter(collection.files))
+    found = collection.find(name, search)
+    still = collection.still_html(name, found[0], colour_by) if found else ""
     if os.environ.get(BATCH):
-        found = collection.find(name, search)
-        if not found:
-            display({"text/plain": f"{name}: no rollout meets {search!r}"}, raw=True)
-            return None
-        card = collection.card(name, found[0], colour_by)
-        display({"text/html": card + collection.siblings_html(name, found[0]), "text/plain": found[0].label}, raw=True)
+        plain = found[0].label if found else f"{name}: no rollout meets {search!r}"
+        display({"text/html": still or escape(plain), "text/plain": plain}, raw=True)
         return None
-    explorer = Explorer(collection, search, colour_by)
-    explorer.file.value = name
-    display(explorer)
+    explorer = Explorer(collection, search, colour_by, name)
+    show_widget(explorer, still)
     return explorer

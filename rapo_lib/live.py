@@ -22,7 +22,7 @@ from rapo_lib.explorer import Facts, card_html
 from rapo_lib.policy import Policy
 from rapo_lib.rewards import pocket_reward
 from rapo_lib.rollout import RolloutRequest, SamplingLimits, sample_rollouts
-from rapo_lib.show import BATCH, escape
+from rapo_lib.show import BATCH, escape, show_widget
 from rapo_lib.tasks import Question
 from rapo_lib.tools import Toolbox
 from rapo_lib.traces import Rollout, history_text
@@ -124,6 +124,11 @@ class LiveRollout:
         return replace(self.whole, segments=kept, end_reason=end, reward=reward)
 
     @property
+    def unanswered(self) -> int:
+        """Peeks that got no note, since the leak guard withheld the nearest one or the budget had no room for it."""
+        return self.choices.count("peek") - sum(step.kind == "retrieved" for step in self.shown.steps)
+
+    @property
     def ended(self) -> bool:
         return bool(self.shown.end_reason)
 
@@ -147,6 +152,9 @@ def live_html(live: LiveRollout) -> str:
     """The steps so far, and the notes that a peek would choose from."""
     card = card_html(live.shown, live.policy.protocol, Facts(live.question if live.question.id != "typed" else None))
     style = "font-family:sans-serif;font-size:14px;color:#111;background:#fff"
+    if live.unanswered:
+        n = f"{live.unanswered} of your {live.choices.count('peek')} peeks"
+        card += f'<div style="{style};padding:6px">{n} got no note: it was withheld, or did not fit the budget.</div>'
     if live.ended:
         end = {"answer": "gave its answer"}.get(live.shown.end_reason, f"was ended: {live.shown.end_reason}")
         score = {1.0: " It is right.", 0.0: " It is wrong."}.get(live.shown.reward, "")
@@ -224,13 +232,14 @@ def play(
     seed: int = 0,
 ) -> LivePanel | None:
     """Show the panel; in a batch, a rollout of the first question with seeded choices, drawn once."""
-    if not os.environ.get(BATCH):
-        panel = LivePanel(policy, toolbox, retriever, questions, limits, seed)
-        display(panel)
-        return panel
     live, rng = LiveRollout(policy, toolbox, retriever, questions[0], limits, seed), np.random.default_rng(seed)
     while not live.ended:
         live.choose(CHOICES[int(rng.integers(2))])
-    said = ", ".join(live.choices)
-    display({"text/html": f"<p>choices: {said}</p>{live_html(live)}", "text/plain": f"choices: {said}"}, raw=True)
-    return None
+    said = f"choices: {', '.join(live.choices)}"
+    still = f"<p>{said}</p>{live_html(live)}"
+    if os.environ.get(BATCH):
+        display({"text/html": still, "text/plain": said}, raw=True)
+        return None
+    panel = LivePanel(policy, toolbox, retriever, questions, limits, seed)
+    show_widget(panel, still)
+    return panel

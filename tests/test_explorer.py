@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -217,12 +220,52 @@ def test_the_widget_walks_searches_and_compares(collection):
     assert "place 0" in x.right.value and x.siblings.value.count("<tr") == 5
     x.colour.value = "change"
     assert "log-probability after the update" in x.left.value
+    assert x.cards.children == (x.left, x.right)
+    x.compare.value = None
+    assert x.cards.children == (x.left,)
     x.show_raw.value = True
     assert "&quot;rl_step&quot;: 5" in x.left.value
     x.search.value = "purple"
     assert "nothing that can be searched for" in x.says.value and x.rollout.value.place == 3
     x.search.value = "q7"
     assert x.rollout.value is None and x.left.value == "" and "0 of 8" in x.says.value
+
+
+def test_the_widget_chooses_by_rl_step_and_question(policy, tmp_path):
+    rows = [(1, "q1", 0), (1, "q2", 0), (5, "q2", 1), (5, "q3", 1)]
+    lines = [
+        json.dumps({"rl_step": s, "rollout": rollout(policy.protocol, q, p).to_dict()}, separators=(",", ":"))
+        for s, q, p in rows
+    ]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    x = e.Explorer(e.Collection({"run": e.RolloutFile(path)}, policy.protocol, [Question("q2", "who?", "1")]))
+    assert [label for label, _ in x.rl_step.options] == ["all", "1", "5"]
+    assert [label for label, _ in x.question.options] == ["all", "q1", "q2: who?", "q3"]
+    x.question.value = "q2"
+    assert [h.rl_step for _, h in x.rollout.options] == [1, 5] and "2 of 4 rollouts" in x.says.value
+    x.rl_step.value = 5
+    assert x.question.value == "q2" and [h.place for _, h in x.rollout.options] == [1]
+    x.question.value = "q3"
+    x.rl_step.value = 1
+    assert x.question.value is None, "RL step 1 has no q3"
+    assert [h.question_id for _, h in x.rollout.options] == ["q1", "q2"]
+
+
+def test_the_link_saves_the_row_as_it_stands(collection, file):
+    header = collection.find("run", "step 5, hybrid")[0]
+    link = collection.raw_link_html("run", header)
+    data = re.search(r'base64,([^"]+)"', link)[1]
+    assert json.loads(base64.b64decode(data)) == json.loads(file.read_text(encoding="utf-8").splitlines()[6])
+    assert f"from byte {header.offset}" in link and 'download="rollout.json"' in link
+
+
+def test_a_note_at_the_end_has_no_retrieval_reward(policy, tmp_path):
+    cut = rollout(policy.protocol, hybrid=True, end="budget", reward=0.0)
+    save_rollouts(tmp_path / "a.jsonl", [Rollout("q", (1,), cut.segments[:3], 0, True, "budget", 0.0)])
+    some = e.Collection({"a": e.RolloutFile(tmp_path / "a.jsonl")}, policy.protocol)
+    card = some.card("a", some.find("a")[0])
+    assert "no retrieval reward: it needs an own step on both sides" in card and "retrieval reward +" not in card
 
 
 def test_in_a_batch_one_rollout_is_drawn_and_no_widget(collection, monkeypatch, capsys):
@@ -232,7 +275,9 @@ def test_in_a_batch_one_rollout_is_drawn_and_no_widget(collection, monkeypatch, 
     assert e.explore(collection, "hybrid, right") is None and "retrieved step" in shown[0]["text/html"]
     assert e.explore(collection, "q7") is None and shown[1]["text/plain"] == "run: no rollout meets 'q7'"
     monkeypatch.delenv(BATCH)
-    assert isinstance(e.explore(collection), e.Explorer)
+    stills = []
+    monkeypatch.setattr(e, "show_widget", lambda widget, still: stills.append(still))
+    assert isinstance(e.explore(collection), e.Explorer) and "place 0" in stills[0]
     with pytest.raises(ValueError, match="no file was given"):
         e.Collection({}, collection.protocol)
 
@@ -329,4 +374,18 @@ def test_in_a_batch_drawn_choices_play_and_no_widget_is_made(world, monkeypatch)
     assert live.play(policy, toolbox, retriever, questions, limits, seed=2) is None
     assert shown[0]["text/plain"].startswith("choices: ") and "The agent" in shown[0]["text/html"]
     monkeypatch.delenv(BATCH)
+    monkeypatch.setattr(live, "show_widget", lambda widget, still: shown.append(still))
     assert isinstance(live.play(policy, toolbox, retriever, questions, limits), live.LivePanel)
+    assert shown[1].startswith("<p>choices: ")
+
+
+def test_peeks_that_got_no_note_are_told(world):
+    """A budget of one step has no room for a note."""
+    policy, toolbox, retriever, questions, limits = world
+    asked = replace(questions[3], max_steps=1)
+    one = live.LiveRollout(policy, toolbox, retriever, asked, limits, seed=1)
+    assert one.unanswered == 0
+    one.choose("peek")
+    notes = [s for s in one.shown.steps if s.kind == "retrieved"]
+    assert one.unanswered == 1 and not notes
+    assert "1 of your 1 peeks got no note" in live.live_html(one)
