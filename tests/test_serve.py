@@ -224,10 +224,9 @@ def test_the_command_serves_until_it_is_killed_and_the_client_says_so(tmp_path):
 
 
 def test_an_encoder_ranks_by_its_vectors(served):
-    """Hand-computed: two of the query's words are those of one document, which has four; a query of unknown words has none."""
-    search = nearest_search(
-        [{"title": "a b", "text": "c d"}, {"title": "e f", "text": "g a"}], TfidfEncoder(use_idf=False)
-    )
+    """Hand-computed: the query's two words are two of the first document's four; one is among the second's."""
+    documents = [{"title": "a b", "text": "c d"}, {"title": "e f", "text": "g a"}]
+    search = nearest_search(documents, TfidfEncoder(use_idf=False))
     both, none = search(["a b", "zzz"], 5)
     assert [h["document"]["contents"] for h in both] == ["a b\nc d", "e f\ng a"] and none == []
     assert [h["score"] for h in both] == pytest.approx([1 / 2**0.5, 1 / 8**0.5])
