@@ -495,9 +495,10 @@ class Explorer(w.VBox):
         self.says, self.link, self.left, self.right, self.siblings = (w.HTML() for _ in range(5))
         self.left.layout = self.right.layout = wide
         rows = [w.HBox([self.file, self.rl_step]), w.HBox([self.question, self.search]), self.says, self.rollout]
-        rows += [w.HBox([self.colour, self.show_raw, self.link]), w.HBox([self.back, self.forward, self.step])]
+        rows += [self.colour, w.HBox([self.back, self.forward, self.step])]
         self.cards = w.HBox([self.left])
-        super().__init__([*rows, self.compare, self.cards, self.siblings])
+        foot = w.HBox([self.show_raw, self.link])
+        super().__init__([*rows, self.compare, self.cards, self.siblings, foot])
         self._quiet = False
         self.file.observe(lambda _: self._open(), "value")
         self.rl_step.observe(lambda _: self._offer_questions(), "value")

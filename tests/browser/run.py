@@ -3,8 +3,9 @@
 Headless Chromium opens JupyterLab, new and without settings, on copies of the notebooks with the profile smoke, chooses
 Run, Run All Cells, and waits for the last cell. A notebook fails when a cell has an error output or was never run, a
 widget cannot be drawn, the console shows an error, a request fails, or anything but this machine is asked. In notebook
-03 a rollout is played by hand, in notebook 05 the explorer is moved by buttons and keys. Screenshots of whole notebooks
-go to results/browser: a person looks at them. Where no Chromium can be had, it says so and ends with status 77.
+03 a rollout is played by hand; in 05 training is stopped by its button and goes on, and the explorer is moved by buttons
+and keys. Screenshots of whole notebooks go to results/browser: a person looks at them. Where no Chromium can be had, it
+says so and ends with status 77.
 """
 
 from __future__ import annotations
@@ -162,21 +163,36 @@ _STATE = """() => {
 }"""
 
 
+def start_all(page: Any) -> None:
+    """Run, Run All Cells."""
+    page.wait_for_selector(".jp-Notebook .jp-Cell")
+    page.wait_for_function(_READY)
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
+
+
 def run_all(page: Any) -> None:
     """Run, Run All Cells, and wait for the last cell.
 
     Raises:
         AssertionError: a cell has an error output, or was not run in time.
     """
-    page.wait_for_selector(".jp-Notebook .jp-Cell")
-    page.wait_for_function(_READY)
-    page.get_by_role("menuitem", name="Run", exact=True).click()
-    page.locator('.lm-Menu-item[data-command="runmenu:run-all"]').click()
+    start_all(page)
     deadline = time.monotonic() + 60 * MINUTES
     while (state := page.evaluate(_STATE))["todo"] and not state["errors"]:
         assert time.monotonic() < deadline, f"{state['todo']} cells are not done after {MINUTES} minutes"
         page.wait_for_timeout(500)
     assert not state["errors"], state["errors"][0]
+
+
+def stop_training(page: Any) -> None:
+    """Notebook 05: the button stops training while the cell is busy; all cells can then be run."""
+    start_all(page)
+    into_view(page, 'experiment="positive_control"')
+    page.get_by_role("button", name="stop training").click()
+    _until(page, lambda: page.evaluate(_STATE)["errors"], "the button stops nothing")
+    (said,) = page.evaluate(_STATE)["errors"]
+    assert said.startswith("TrainingStopped: Stopped: 0 of "), said
 
 
 def play_by_hand(page: Any) -> None:
@@ -256,6 +272,7 @@ def _until(page: Any, true: Callable[[], bool], otherwise: str) -> None:
     raise AssertionError(otherwise)
 
 
+BEFORE = {"05": stop_training}
 AFTER = {"03": play_by_hand, "05": walk_through}
 
 
@@ -305,6 +322,8 @@ def visit(browser: Any, address: str, path: Path, pictures: Path) -> list[str]:
     page.on("request", lambda r: faults.append(f"asks another machine: {r.url}") if _is_foreign(r.url, host) else None)
     try:
         page.goto(address.format(name=path.name))
+        if path.name[:2] in BEFORE:
+            BEFORE[path.name[:2]](page)
         run_all(page)
         if path.name[:2] in AFTER:
             AFTER[path.name[:2]](page)
