@@ -3,9 +3,9 @@
 Headless Chromium opens JupyterLab, new and without settings, on copies of the notebooks with the profile smoke, chooses
 Run, Run All Cells, and waits for the last cell. A notebook fails when a cell has an error output or was never run, a
 widget cannot be drawn, the console shows an error, a request fails, or anything but this machine is asked. In notebook
-03 a rollout is played by hand; in 05 training is stopped by its button and goes on, and the explorer is moved by buttons
-and keys. Screenshots of whole notebooks go to results/browser: a person looks at them. Where no Chromium can be had, it
-says so and ends with status 77.
+03 a rollout is played by hand; in 05 training is stopped by its button and goes on, and the explorer is moved by
+buttons and keys. Screenshots of whole notebooks go to results/browser: a person looks at them. Where no Chromium can
+be had, it says so and ends with status 77.
 """
 
 from __future__ import annotations
@@ -189,6 +189,8 @@ def stop_training(page: Any) -> None:
     """Notebook 05: the button stops training while the cell is busy; all cells can then be run."""
     start_all(page)
     into_view(page, 'experiment="positive_control"')
+    page.get_by_role("button", name="stop training").wait_for()
+    page.wait_for_timeout(1500)  # JupyterLab opens the way past the busy cell when it draws the button
     page.get_by_role("button", name="stop training").click()
     _until(page, lambda: page.evaluate(_STATE)["errors"], "the button stops nothing")
     (said,) = page.evaluate(_STATE)["errors"]
