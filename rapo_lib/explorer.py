@@ -204,6 +204,8 @@ _CARD = "font-size:15px;line-height:1.6;color:#111;background:#fff;border:1px so
 _CARD += "margin:6px 0;padding:8px"
 # Text and ground together: a card is readable in a light and in a dark theme.
 _FACTS = "font-family:sans-serif;font-size:14px;color:#333;background:#fff;white-space:normal"
+#: Lines between the controls, in the colours of JupyterLab's theme.
+_SAYS = "font-family:sans-serif;font-size:14px;color:var(--jp-content-font-color1,#111);white-space:normal"
 _TEXT = "font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere"
 #: Tokens that the policy did not write: they carry no gradient, and no colour of a scale.
 _MASKED = "background:repeating-linear-gradient(135deg,{c},{c} 6px,#fff 6px,#fff 8px);border-bottom:2px dotted #555"
@@ -449,7 +451,7 @@ class Collection:
         data = base64.b64encode(self.raw(name, header).encode()).decode("ascii")
         place = f"{self.files[name].path}, from byte {header.offset}"
         link = f'<a download="rollout.json" href="data:application/json;base64,{data}">save it</a>'
-        return f'<div style="{_FACTS};padding:0 6px">raw JSON: {link} ({escape(place)})</div>'
+        return f'<div style="{_SAYS};padding:0 6px">raw JSON: {link} ({escape(place)})</div>'
 
     def still_html(self, name: str, header: Header, colour_by: str = "entropy") -> str:
         """One rollout and its group, to be looked at without a kernel."""
@@ -540,11 +542,11 @@ class Explorer(w.VBox):
         try:
             found = self.collection.find(name, self.search.value, self.rl_step.value, self.question.value)
         except ValueError as e:
-            self.says.value = f'<div style="{_FACTS};color:#a33">{escape(str(e))}</div>'
+            self.says.value = f'<div style="{_SAYS};color:#d55e00">{escape(str(e))}</div>'
             return
         more = f", the first {MOST_LISTED} are listed" if len(found) > MOST_LISTED else ""
         n = len(self.collection.files[name])
-        self.says.value = f'<div style="{_FACTS}">{len(found)} of {n} rollouts{more}</div>'
+        self.says.value = f'<div style="{_SAYS}">{len(found)} of {n} rollouts{more}</div>'
         self._quiet = True
         self.rollout.options = [(h.label, h) for h in found[:MOST_LISTED]]
         self.rollout.value = found[0] if found else None
