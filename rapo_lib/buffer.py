@@ -562,7 +562,6 @@ class StepTraceBuffer:
         self.encoder = encoder
         self.index = index
         self.cut_keys_frac = cut_keys_frac
-        self._vectors = _stored_rows(index)
         row_of = {key: row for row, key in enumerate(_keys(traces))}
         self._row = np.array([row_of[t.key] for t in traces], dtype=np.int64)  # trace -> row of its key
         self._members = np.split(np.argsort(self._row, kind="stable"), np.cumsum(np.bincount(self._row))[:-1])
@@ -692,7 +691,8 @@ class StepTraceBuffer:
         self, row: np.ndarray, keys: np.ndarray, excluded: str | None, among: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """(ids, scores) of the allowed traces of some keys, by score and then by number."""
-        scores = np.round(self._vectors[keys].astype(np.float64) @ row.astype(np.float64), SCORE_DECIMALS)
+        vectors = self.index.reconstruct_batch(keys).astype(np.float64)
+        scores = np.round(vectors @ row.astype(np.float64), SCORE_DECIMALS)
         members = [self._members[key] for key in keys]
         ids, scores = np.concatenate(members), np.repeat(scores, [len(m) for m in members])
         allowed = np.ones(len(ids), bool) if among is None else among[ids]
@@ -704,7 +704,7 @@ class StepTraceBuffer:
 
     def cosine(self, row: np.ndarray, trace_id: int) -> float:
         """Cosine of an encoded history (D,) with the key of one trace, rounded to 1e-5."""
-        key = self._vectors[self._row[trace_id]].astype(np.float64)
+        key = self.index.reconstruct(int(self._row[trace_id])).astype(np.float64)
         return round(float(key @ row.astype(np.float64)), SCORE_DECIMALS)
 
     def save(self, folder: Path | str) -> None:
@@ -836,18 +836,32 @@ def _encoded(encoder: Encoder, texts: Sequence[str]) -> np.ndarray:
     return rows
 
 
-#: Neighbours of a node, and candidates kept while the graph is built and searched (arXiv 1603.09320).
-HNSW_NEIGHBOURS, HNSW_BUILD, HNSW_SEARCH = 32, 200, 512
+#: Lists of an inverted file for each square root of the keys, keys of a list at least, lists that a search looks into.
+IVF_LISTS, IVF_LEAST, IVF_PROBES = 8, 39, 32
 
 
-def _hnsw(dim: int) -> Any:
-    index = faiss.IndexHNSWFlat(dim, HNSW_NEIGHBOURS, faiss.METRIC_INNER_PRODUCT)
-    index.hnsw.efConstruction, index.hnsw.efSearch = HNSW_BUILD, HNSW_SEARCH
+def _exact(rows: np.ndarray) -> Any:
+    index = faiss.IndexFlatIP(rows.shape[1])
+    index.add(rows)
     return index
 
 
-#: Index by name: every row is compared, or a graph of neighbours is walked (for 100,000 keys and more).
-INDEXES: dict[str, Callable[[int], Any]] = {"exact": faiss.IndexFlatIP, "hnsw": _hnsw}
+def _ivf(rows: np.ndarray) -> Any:
+    """Keys lie in lists around centres found by k-means; a search looks into the lists of the nearest centres."""
+    n, dim = rows.shape
+    n_lists = max(1, min(int(IVF_LISTS * n**0.5), n // IVF_LEAST))
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, n_lists, faiss.METRIC_INNER_PRODUCT)
+    index.nprobe = IVF_PROBES
+    index.cp.niter, index.cp.max_points_per_centroid, index.cp.min_points_per_centroid = 10, 64, 1
+    if n:
+        index.train(rows)
+        index.add(rows)
+    index.make_direct_map()  # else its rows cannot be read by their numbers
+    return index
+
+
+#: Index by name: every row is compared, or those of an inverted file's nearest lists (for 100,000 keys and more).
+INDEXES: dict[str, Callable[[np.ndarray], Any]] = {"exact": _exact, "ivf": _ivf}
 
 
 def make_index(kind: str, rows: np.ndarray) -> Any:
@@ -857,29 +871,17 @@ def make_index(kind: str, rows: np.ndarray) -> Any:
         ValueError: an unknown kind.
     """
     check_name("index", kind, list(INDEXES))
-    index = INDEXES[kind](rows.shape[1])
     threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)  # several threads build another graph each time
+    faiss.omp_set_num_threads(1)  # so that the same rows make the same lists each time
     try:
-        if len(rows):
-            index.add(rows)
+        return INDEXES[kind](rows)
     finally:
         faiss.omp_set_num_threads(threads)
-    return index
 
 
 def index_kind(index: Any) -> str:
     """Its name in INDEXES."""
-    return "hnsw" if isinstance(index, faiss.IndexHNSWFlat) else "exact"
-
-
-def _stored_rows(index: Any) -> np.ndarray:
-    """The (N, D) rows inside the index, without a copy."""
-    if isinstance(index, faiss.IndexHNSWFlat):
-        index = faiss.downcast_index(index.storage)
-    if not index.ntotal:
-        return np.zeros((0, index.d), np.float32)
-    return faiss.rev_swig_ptr(index.get_xb(), index.ntotal * index.d).reshape(index.ntotal, index.d)
+    return "ivf" if isinstance(index, faiss.IndexIVFFlat) else "exact"
 
 
 def _read_sidecar(folder: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class RunConfig:
     encoder: str = _f(
         "tfidf", "of the buffer's keys: tfidf, or minilm as in the paper", source=f"{_P}, settings (minilm)"
     )
-    index: str = _f("exact", "of the buffer: exact, or hnsw for 100,000 keys and more")
+    index: str = _f("exact", "of the buffer: exact, or ivf for 100,000 keys and more")
     n_trajectories: int = _f(0, "trajectories that buffer, SFT and LUFFY get, drawn by the seed; 0: all", source="ours")
     rl_steps: int = _f(40, "RL steps: one rollout batch and `updates_per_step` optimiser steps each")
     questions_per_step: int = _f(6, "questions in one rollout batch", source=f"{_P}, settings (32)")
