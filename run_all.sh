@@ -139,7 +139,8 @@ export PATH
 
 # ------------------------------------------------------------------------------------------------ work
 case $command in
-  test) exec "$ENV/bin/python" -m pytest "${extra[@]+"${extra[@]}"}" ;;
+  test) # two files at a time, one thread each; -n 0 takes them one after the other
+    exec env OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$ENV/bin/python" -m pytest -n 2 --dist loadfile "${extra[@]+"${extra[@]}"}" ;;
   browser)
     "$ENV/bin/python" -c 'import playwright' 2>/dev/null || "$ENV/bin/python" -m pip install --quiet "playwright>=1.55,<2"
     exec env PYTHONPATH="$ROOT" "$ENV/bin/python" "$ROOT/tests/browser/run.py" "${extra[@]+"${extra[@]}"}" ;;

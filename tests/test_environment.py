@@ -200,7 +200,7 @@ def test_the_environment_is_made_once(clone):
     assert calls == ["python -m rapo_lib.runs notebooks --profile pocket"]
     (clone.root / "requirements-lock.txt").write_text("torch==2.14.0\n", encoding="utf-8")
     done, calls = clone("test", "-x")
-    assert any("torch==2.14.0" in c for c in calls) and calls[-1] == "python -m pytest -x"
+    assert any("torch==2.14.0" in c for c in calls) and calls[-1] == "python -m pytest -n 2 --dist loadfile -x"
 
 
 def test_an_interrupted_installation_is_done_again(clone):
