@@ -2,7 +2,8 @@
 
 It copies what a finished profile left (executed notebooks, tables, figures, the metrics of its runs, the
 rollouts of two runs), writes MANIFEST.json with the sha256 of each file beside them, and sets the result table of
-README.md. `--check` compares the files with their sums, `--sums` writes the sums of the files as they are.
+README.md. `--check` compares the files with their sums, `--sums` writes the sums of the files as they are, `--prose`
+takes over what was written anew in notebooks whose code is the same.
 """
 
 from __future__ import annotations
@@ -93,6 +94,43 @@ def add(profile: str, only: Sequence[str], source: Path | None = None, target: P
     manifest["added"] = manifest.get("added", {}) | dict.fromkeys(notebooks, _commit())
     manifest["runs"] += len(runs)
     return write_manifest(target, manifest)
+
+
+def take_over_prose(sources: Sequence[Path], target: Path = REFERENCE) -> list[str]:
+    """Give executed copies the prose of their notebooks, and write the sums of the files anew.
+
+    Returns:
+        The names of the copies that changed.
+
+    Raises:
+        ValueError: a notebook whose code cells are not those of its executed copy.
+    """
+    changed = []
+    for source in sources:
+        path = target / "notebooks" / source.name
+        new, old = nbformat.read(source, as_version=4), nbformat.read(path, as_version=4)
+        if cells_hash(new) != cells_hash(old):
+            raise ValueError(f"{path} was executed with other code than {source} has; execute and collect it again")
+        cells = with_outputs(new.cells, old.cells)
+        if cells != old.cells:
+            old.cells = cells
+            write_text_atomic(path, nbformat.writes(old) + "\n")
+            changed.append(source.stem)
+    write_manifest(target, read_manifest(target))
+    return changed
+
+
+def with_outputs(source: Sequence[Any], executed: Sequence[Any]) -> list[Any]:
+    """A notebook's cells in its order: its prose, and the code cells of its executed copy, papermill's among them."""
+    code = iter([c for c in executed if c.cell_type == "code"])
+    known = {c.id: c for c in executed if c.cell_type != "code"}
+    cells: list[Any] = []
+    for cell in source:
+        prose = known.get(cell.id, cell) | {"source": cell.source}  # papermill's metadata stay
+        cells.append(next(code) if cell.cell_type == "code" else nbformat.from_dict(prose))
+        if "parameters" in cell.metadata.get("tags", ()):
+            cells += [next(code) for c in executed if "injected-parameters" in c.metadata.get("tags", ())]
+    return cells
 
 
 def _executed(profile: str, notebooks: Sequence[Path], source: Path) -> tuple[dict[str, str], dict[str, dict]]:
@@ -222,12 +260,13 @@ def set_readme(table: str, readme: Path = ROOT / "README.md") -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """`python -m rapo_lib.reference PROFILE [--only LIST] | --check | --sums`."""
+    """`python -m rapo_lib.reference PROFILE [--only LIST] | --check | --sums | --prose`."""
     parser = argparse.ArgumentParser(prog="python -m rapo_lib.reference", description=__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("profile", nargs="?", choices=PROFILES, help="collect the results of this profile")
     what.add_argument("--check", action="store_true", help="compare the files with the sums in MANIFEST.json")
     what.add_argument("--sums", action="store_true", help="write the sums of the files as they are into MANIFEST.json")
+    what.add_argument("--prose", action="store_true", help="take over prose of notebooks whose code is the same")
     parser.add_argument("--only", default="", help="with a profile: add these notebooks, such as 08, keep the rest")
     a = parser.parse_args(arguments)
     if a.only and not a.profile:
@@ -238,6 +277,8 @@ def main(arguments: list[str] | None = None) -> None:
         set_readme((REFERENCE / "tables" / "readme.md").read_text(encoding="utf-8"))
         return
     try:
+        if a.prose:
+            print("new prose in:", ", ".join(take_over_prose(select_notebooks([]))) or "none")
         if a.sums:
             write_manifest(REFERENCE, read_manifest(REFERENCE))
         print(f"{verify_reference(REFERENCE)} files in {REFERENCE} have the sums of {MANIFEST}")

@@ -23,6 +23,7 @@ from rapo_lib.reference import (
     main,
     read_manifest,
     set_readme,
+    take_over_prose,
     verify_reference,
     write_manifest,
 )
@@ -41,6 +42,10 @@ def test_executed_copies_were_made_from_the_notebooks_as_they_stand(manifest):
         copy = nbformat.read(REFERENCE / "notebooks" / f"{name}.ipynb", as_version=4)
         assert cells_hash(copy) == sources[name]
         assert all(c.execution_count for c in copy.cells if c.cell_type == "code" and c.source.strip())
+        prose = [
+            c.source for c in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells if c.cell_type != "code"
+        ]
+        assert [c.source for c in copy.cells if c.cell_type != "code"] == prose, "python -m rapo_lib.reference --prose"
 
 
 def test_every_file_has_the_sum_that_the_manifest_says():
@@ -121,6 +126,34 @@ def test_the_command_checks_and_fails_with_the_file(collected, monkeypatch, caps
     main(["--check"])
     with pytest.raises(SystemExit, match="2"):
         main([])
+
+
+def cell(kind, source, key, **metadata):
+    made = nbformat.v4.new_code_cell if kind == "code" else nbformat.v4.new_markdown_cell
+    return made(source, id=key, metadata=metadata)
+
+
+def test_prose_is_taken_over_and_outputs_stay(tmp_path):
+    parameters = cell("code", "a = 1", "c1", tags=["parameters"])
+    old = [cell("markdown", "old", "m1", papermill={"x": 1}), parameters]
+    old += [cell("code", "a = 2", "c0", tags=["injected-parameters"]), cell("code", "print(a)", "c2")]
+    old[3].outputs = [nbformat.v4.new_output("stream", text="2\n")]
+    new = [cell("markdown", "new", "m1"), parameters, cell("markdown", "more", "m2"), cell("code", "print(a)", "c2")]
+    source, copy = tmp_path / "00_a.ipynb", tmp_path / "reference" / "notebooks" / "00_a.ipynb"
+    copy.parent.mkdir(parents=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=old), copy)
+    nbformat.write(nbformat.v4.new_notebook(cells=new), source)
+    write_manifest(tmp_path / "reference", {})
+    assert take_over_prose([source], tmp_path / "reference") == ["00_a"]
+    cells = nbformat.read(copy, as_version=4).cells
+    assert [c.source for c in cells] == ["new", "a = 1", "a = 2", "more", "print(a)"]
+    assert cells[0].metadata == {"papermill": {"x": 1}} and cells[4].outputs[0].text == "2\n"
+    assert verify_reference(tmp_path / "reference") == 1
+    assert take_over_prose([source], tmp_path / "reference") == []
+    new[3].source = "print(a + 1)"
+    nbformat.write(nbformat.v4.new_notebook(cells=new), source)
+    with pytest.raises(ValueError, match="00_a.ipynb was executed with other code than .* has; execute and collect"):
+        take_over_prose([source], tmp_path / "reference")
 
 
 def test_reference_is_at_most_30_mb():
