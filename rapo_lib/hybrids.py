@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -107,6 +108,24 @@ def retrieval_table(rollouts: Iterable[Rollout], protocol: Protocol) -> pd.DataF
             rows.append(row | {"success": bool((r.reward or 0) >= 1)})
     columns = ["question_id", "place", "same_question", "noisy", "score", "n_steps"]
     return pd.DataFrame(rows, columns=[*columns, "h_before", "h_after", "goes_on_from", "success"])
+
+
+def require_notes(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Those rollouts that hold a note.
+
+    Raises:
+        ValueError: none does, as when a student does not know the tags; says how they ended and what to do.
+    """
+    rollouts = list(rollouts)
+    helped = [r for r in rollouts if r.retrievals]
+    if not helped:
+        ends = ", ".join(f"{reason} {n}" for reason, n in Counter(r.end_reason for r in rollouts).most_common())
+        raise ValueError(
+            f"none of {len(rollouts)} rollouts got a note (they ended by: {ends or 'nothing'}). A note comes behind an "
+            "own step that is valid: look at a rollout with show_rollout. A student that does not write the tags needs "
+            "them taught first, by SFT on a teacher's trajectories, or is the wrong one; see docs/troubleshooting.md"
+        )
+    return helped
 
 
 def with_holes(rollouts: Iterable[Rollout]) -> list[Rollout]:
