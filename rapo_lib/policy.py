@@ -261,7 +261,10 @@ def _check_tokenizer(source: str, policy: Policy) -> None:
 
 @contextmanager
 def without_known_warnings() -> Iterator[None]:
-    """Hide what the pinned libraries say about each other at every start; everything else is shown."""
+    """Hide what the pinned TRL and PEFT make transformers say at every start; everything else is shown.
+
+    Both ask a model for `is_gradient_checkpointing`, PEFT whenever it wraps one, and transformers 5 has renamed it.
+    """
     with warnings.catch_warnings():
         for message in (
             "You are using 'rollout_func'",
@@ -289,10 +292,9 @@ def add_lora(policy: Policy, r: int, seed: int) -> Policy:
 
     _refuse_second_adapter(policy)
     config = LoraConfig(r=r, lora_alpha=2 * r, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), without_known_warnings():
         torch.manual_seed(int(child_rng(seed, "lora").integers(2**62)))
-        with without_known_warnings():
-            model = get_peft_model(policy.model, config)
+        model = get_peft_model(policy.model, config)
     return Policy(model, policy.tokenizer, policy.protocol, policy.name)
 
 

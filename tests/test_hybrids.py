@@ -9,15 +9,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from rapo_lib.config import DATA, RunConfig
-from rapo_lib.hybrids import (
-    credit_table,
-    note_table,
-    require_notes,
-    retrieval_table,
-    rollout_gradients,
-    rollout_table,
-    with_holes,
-)
+from rapo_lib.hybrids import credit_table, note_table, retrieval_table, rollout_gradients, rollout_table, with_holes
 from rapo_lib.objective import rapo_loss
 from rapo_lib.policy import add_lora
 from rapo_lib.runs import find_runs, inputs_hash, plan_runs, result_table, runs_folder
@@ -71,20 +63,6 @@ def test_own_hard_steps_are_told_from_copies(protocol):
     wrong_form = Rollout("q", (9,), [policy_segment(0.1), call("search", "hotel of 42")], reward=0.0)
     (row,) = rollout_table([wrong_form], [QUESTION], protocol).to_dict("records")
     assert (row["own_hard"], row["own_wrong"]) == (0, 1)
-
-
-def test_a_student_that_gets_no_note_is_told_what_to_do(protocol):
-    helped = Rollout("q", (9,), [policy_segment(0.6), retrieval(protocol, "x", "q")], hybrid=True, end_reason="budget")
-    mute = [
-        Rollout("q", (9,), [policy_segment(0.6)], hybrid=True, end_reason=e) for e in ("format", "length", "format")
-    ]
-    assert require_notes([*mute, helped]) == [helped]
-    with pytest.raises(
-        ValueError, match=r"none of 3 rollouts got a note \(they ended by: format 2, length 1\)\. A note"
-    ):
-        require_notes(mute)
-    with pytest.raises(ValueError, match="they ended by: nothing"):
-        require_notes([])
 
 
 def test_on_policy_rollouts_get_the_holes_of_their_partners(protocol):
