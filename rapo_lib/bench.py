@@ -45,7 +45,7 @@ from rapo_lib.local_models import SIZES, QwenSize, save_random_qwen
 from rapo_lib.memory import MemoryPlan, Peak, layer_bytes, memory_plan, peak_memory, plan_table
 from rapo_lib.methods import METHODS
 from rapo_lib.pocket.world import WORD_SKILL
-from rapo_lib.policy import Policy, add_lora, load_policy, merged_model
+from rapo_lib.policy import Policy, add_lora, load_policy, merged_model, without_known_warnings
 from rapo_lib.rollout import RolloutBatch, RolloutRequest, RolloutStats, SamplingLimits, sample_rollouts
 from rapo_lib.sandbox import Sandbox
 from rapo_lib.tasks import Question, load_pocket_questions
@@ -55,7 +55,6 @@ from rapo_lib.trainer import (
     LOGITS_BYTES,
     RAPOTrainer,
     _trl_columns,
-    _without_known_warnings,
     grpo_config,
     outcome_reward,
     question_order,
@@ -227,7 +226,7 @@ def bench_update(options: argparse.Namespace) -> None:
         for n, r in enumerate(rollouts):
             r.reward = float(n % 2) if n < share_with_signal * len(rollouts) else 0.0
         policy, clock = add_lora(load_policy(config.student), config.lora_r, 0), _Clock()
-        with TemporaryDirectory() as folder, _without_known_warnings():
+        with TemporaryDirectory() as folder, without_known_warnings():
             if stock:
                 data = Dataset.from_dict(
                     {"prompt": [q.text for q in questions[: config.rl_steps * config.questions_per_step]]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,13 +19,35 @@ from rapo_lib.config import RunConfig
 from rapo_lib.methods import get_method
 from rapo_lib.objective import group_normalise, rollout_retrieval_reward, shaping_factor
 from rapo_lib.pocket.world import SKILLS
-from rapo_lib.policy import Policy
+from rapo_lib.policy import Policy, has_adapter
 from rapo_lib.rollout import RolloutRequest, SamplingLimits, coin, sample_and_score
 from rapo_lib.tasks import Question
 from rapo_lib.traces import ACTIONS, Protocol, Rollout
 from rapo_lib.trainer import score_tokens
 
 _ACTION = re.compile(rf"<(?P<tool>{'|'.join(ACTIONS)})>(?P<query>.*?)</(?P=tool)>", re.DOTALL)
+
+
+def require_steps(rollouts: Sequence[Rollout], policy: Policy) -> None:
+    """Stop when nothing can be retrieved or compared, since the policy never came as far as a tool call.
+
+    A random or a weak model may never write a step as the protocol wants it, or answer at once.
+
+    Raises:
+        ValueError: no rollout holds a tool call.
+
+    Edge cases:
+        No rollouts at all are refused too.
+    """
+    if any(r.tool_calls for r in rollouts):
+        return
+    ends = ", ".join(f"{reason} {n}" for reason, n in Counter(r.end_reason for r in rollouts).most_common())
+    raise ValueError(
+        f"the student {policy.name!r} wrote no valid step with a tool call in {len(rollouts)} rollouts (their ends: "
+        f"{ends}), so there is nothing to retrieve for and nothing to show here. Take a model that follows the "
+        "instructions in traces.SYSTEM_PROMPT, one that imitated the teacher first (method sft), or a larger "
+        "max_completion when most rollouts end by length"
+    )
 
 
 def sample_groups(
@@ -42,6 +65,10 @@ def sample_groups(
         policy: who samples. questions: one group each. toolbox: with the facts of their split.
         retriever: answers the hybrid rollouts; None for none. config: group size, budget and retrieval probability.
         stream: keys of the random streams; the same keys draw the same numbers for every policy.
+
+    Raises:
+        ValueError: rollouts may retrieve, and a policy without an adapter never came as far as a tool call. (That a
+            trained policy has come to this is a result, and tables show it.)
     """
     n_on = config.group_size - config.n_hybrid
     requests = [RolloutRequest(q, place, hybrid=place >= n_on) for q in questions for place in range(config.group_size)]
@@ -56,6 +83,8 @@ def sample_groups(
         retriever=retriever,
         when_to_retrieve=coin(config.retrieval_prob),
     )
+    if retriever is not None and config.n_hybrid and config.retrieval_prob and not has_adapter(policy.model):
+        require_steps(batch.rollouts, policy)
     return batch.rollouts
 
 
@@ -106,7 +135,8 @@ def retrieval_table(rollouts: Iterable[Rollout], protocol: Protocol) -> pd.DataF
             row |= {"h_before": before, "h_after": after, "goes_on_from": _goes_on_from(r, i, protocol)}
             rows.append(row | {"success": bool((r.reward or 0) >= 1)})
     columns = ["question_id", "place", "same_question", "noisy", "score", "n_steps"]
-    return pd.DataFrame(rows, columns=[*columns, "h_before", "h_after", "goes_on_from", "success"])
+    table = pd.DataFrame(rows, columns=[*columns, "h_before", "h_after", "goes_on_from", "success"])
+    return table.astype({"score": float, "h_before": float, "h_after": float})  # also without rows
 
 
 def with_holes(rollouts: Iterable[Rollout]) -> list[Rollout]:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from rapo_lib.buffer import StepTraceBuffer
 from rapo_lib.config import RunConfig, child_rng
-from rapo_lib.hybrids import sample_groups
+from rapo_lib.hybrids import require_steps, sample_groups
 from rapo_lib.pocket.world import OPERATORS, SKILLS
 from rapo_lib.policy import Policy, make_decoder, merged_model, sample_tokens
 from rapo_lib.rewards import extract_boxed
@@ -562,16 +562,20 @@ def collect_situations(
         n_histories: how many. n_traces: K, helpful and random ones each. seed: of all draws.
 
     Raises:
-        ValueError: the questions give too few histories with that many different traces, or none are asked for.
+        ValueError: the questions give too few histories with that many different traces, none are asked for, or the
+            policy never wrote a valid step with a tool call.
     """
     if n_histories < 1 or n_traces < 1:
         raise ValueError(f"{n_histories} histories with {n_traces} traces; ask for at least 1 of each")
     on_policy, limits = config.replace(group_size=1, n_hybrid=0, seed=seed), SamplingLimits.of(config)
     order = child_rng(seed, "peek.questions").permutation(len(questions))
     found: list[Situation] = []
+    written: list[Rollout] = []
     for first in range(0, len(order), n_histories):
         part = [questions[i] for i in order[first : first + n_histories]]
-        for rollout in sample_groups(policy, part, toolbox, None, on_policy, stream=("peek",)):
+        rollouts = sample_groups(policy, part, toolbox, None, on_policy, stream=("peek",))
+        written += rollouts
+        for rollout in rollouts:
             moments = boundaries([rollout], part, policy.protocol, limits)
             rng = child_rng(seed, "peek.situation", rollout.question_id)
             if moments:
@@ -584,6 +588,7 @@ def collect_situations(
                     found.append(Situation(history, helpful, random))
         if len(found) >= n_histories:
             return found[:n_histories]
+    require_steps(written, policy)
     raise ValueError(
         f"{len(questions)} questions gave {len(found)} histories with {n_traces} different traces of each kind, "
         f"{n_histories} were asked for; give more questions or a larger buffer, or ask for fewer"

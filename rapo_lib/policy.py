@@ -16,7 +16,9 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -257,6 +259,22 @@ def _check_tokenizer(source: str, policy: Policy) -> None:
 # ------------------------------------------------------------------------------------------- adapter
 
 
+@contextmanager
+def without_known_warnings() -> Iterator[None]:
+    """Hide what the pinned TRL and PEFT make transformers say at every start; everything else is shown.
+
+    Both ask a model for `is_gradient_checkpointing`, PEFT whenever it wraps one, and transformers 5 has renamed it.
+    """
+    with warnings.catch_warnings():
+        for message in (
+            "You are using 'rollout_func'",
+            "`gradient_checkpointing` is deprecated",
+            "`is_gradient_checkpointing`",
+        ):
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
 def add_lora(policy: Policy, r: int, seed: int) -> Policy:
     """Put a fresh LoRA adapter on all linear layers (alpha 2r, no dropout); it changes nothing until trained.
 
@@ -274,7 +292,7 @@ def add_lora(policy: Policy, r: int, seed: int) -> Policy:
 
     _refuse_second_adapter(policy)
     config = LoraConfig(r=r, lora_alpha=2 * r, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), without_known_warnings():
         torch.manual_seed(int(child_rng(seed, "lora").integers(2**62)))
         model = get_peft_model(policy.model, config)
     return Policy(model, policy.tokenizer, policy.protocol, policy.name)
@@ -312,7 +330,8 @@ def load_adapter(policy: Policy, folder: str | Path, *, trainable: bool = False)
     folder = Path(folder)
     _refuse_second_adapter(policy)
     keys = _check_adapter(policy, folder)
-    model = PeftModel.from_pretrained(policy.model, str(folder), is_trainable=trainable)
+    with without_known_warnings():
+        model = PeftModel.from_pretrained(policy.model, str(folder), is_trainable=trainable)
     lost = set(get_peft_model_state_dict(model, save_embedding_layers=False)) ^ keys
     if lost:
         raise ValueError(f"the adapter in {folder} does not fit the model; first weight on one side only: {min(lost)}")

@@ -27,7 +27,6 @@ import functools
 import math
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,7 +53,7 @@ from rapo_lib.objective import (
     shaping_factor,
     token_logps_and_entropies,
 )
-from rapo_lib.policy import Policy, has_adapter
+from rapo_lib.policy import Policy, has_adapter, without_known_warnings
 from rapo_lib.rewards import Reward, pocket_reward
 from rapo_lib.rollout import (
     RolloutBatch,
@@ -409,7 +408,7 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
         self._clipped = self._clippable = 0.0
         order = question_order(len(self.questions), config)
         dataset = Dataset.from_dict({"prompt": [self.questions[i].text for i in order], "question": order})
-        with _without_known_warnings():
+        with without_known_warnings():
             super().__init__(
                 model=policy.model,
                 reward_funcs=outcome_reward,
@@ -440,7 +439,7 @@ class RAPOTrainer(ExactCheckpoints, GRPOTrainer):
         """
         if resume_from_checkpoint is True:
             return self.resume(latest_checkpoint(self.args.output_dir))
-        with _without_known_warnings():
+        with without_known_warnings():
             return super().train(resume_from_checkpoint, **kwargs)
 
     def sample(self) -> list[Rollout]:
@@ -617,19 +616,6 @@ def outcome_reward(completions: list[str], outcome: list[float | None], **_: Any
     return outcome
 
 
-@contextmanager
-def _without_known_warnings() -> Iterator[None]:
-    """Hide what the pinned libraries say about each other at every start; everything else is shown."""
-    with warnings.catch_warnings():
-        for message in (
-            "You are using 'rollout_func'",
-            "`gradient_checkpointing` is deprecated",
-            "`is_gradient_checkpointing`",
-        ):
-            warnings.filterwarnings("ignore", message=message)
-        yield
-
-
 def _check(
     policy: Policy, retriever: Any | None, config: RunConfig, method: Method, teacher: Sequence[Rollout]
 ) -> None:
@@ -787,7 +773,7 @@ def train_sft(
     saving: dict[str, Any] = dict(save_strategy="no")
     if checkpoint_every is not None:
         saving = dict(save_strategy="steps", save_steps=checkpoint_every)
-    with _without_known_warnings():
+    with without_known_warnings():
         trainer = _SFTTrainer(
             model=policy.model,
             args=TrainingArguments(
