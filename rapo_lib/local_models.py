@@ -157,11 +157,19 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 def _last_pair(ranks: Mapping[bytes, int], token: bytes, limit: int) -> tuple[bytes, bytes]:
     parts = [token[i : i + 1] for i in range(len(token))]
+    pairs = [
+        ranks.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)
+    ]  # the rank of each neighbouring pair
     while len(parts) > 2:
-        rank, at = min((ranks.get(a + b, limit), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)))
+        rank = min(pairs)
         if rank >= limit:
             raise ValueError(f"{token!r} is no merge of two tokens of lower rank; qwen.tiktoken is damaged")
+        at = pairs.index(rank)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        del pairs[at]
+        for k in (at - 1, at):  # only the new part's own pairs have changed
+            if 0 <= k < len(pairs):
+                pairs[k] = ranks.get(parts[k] + parts[k + 1], limit)
     return parts[0], parts[1]
 
 

@@ -189,7 +189,7 @@ class StopTable:
         for text, i in tokenizer.get_vocab().items():
             if text in STOP_TAGS:
                 self.kinds[i] = self.TAG
-            elif _may_complete_tag(text):
+            elif ">" in text and _may_complete_tag(text):
                 self.kinds[i] = self.TEXT
         self.kinds[list(policy.eos_ids)] = self.EOS
         self._decode = policy.protocol.decode

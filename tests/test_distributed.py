@@ -13,26 +13,24 @@ import trainer_world as w
 HERE = Path(__file__).parent
 
 
-def run(folder: Path, n_processes: int) -> list[dict]:
-    """Train in fresh processes; what each of them saw."""
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def one_and_two(tmp_path_factory):
+    """What each rank saw: of one fresh process, and of two. (tests/test_launch.py starts them with torchrun.)"""
+    folder = tmp_path_factory.mktemp("processes")
+    for name in ("one", "two"):
+        (folder / name).mkdir()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    launcher = (
-        [] if n_processes == 1 else ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port)]
-    )
     env = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
-    command = [sys.executable, *launcher, str(HERE / "trainer_world.py"), str(folder)]
+    command = [sys.executable, str(HERE / "trainer_world.py"), str(folder), str(port)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(n_processes)]
-
-
-@pytest.fixture(scope="module")
-def one_and_two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    return run(folder / "one", 1), run(folder / "two", 2)
+    ranks = {"one": 1, "two": 2}
+    return [
+        [torch.load(folder / name / f"rank{rank}.pt", weights_only=False) for rank in range(n)]
+        for name, n in ranks.items()
+    ]
 
 
 @pytest.mark.case(15)

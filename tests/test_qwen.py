@@ -61,6 +61,20 @@ def policies(tmp_path_factory):
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def stop_tables(policies):
+    """Each table over 151,665 ids is made once for all tests."""
+    make = StopTable.__init__
+    made = {p.name: StopTable(p) for p in policies.values()}
+
+    def look_up(self, policy):
+        return vars(self).update(vars(made[policy.name])) if policy.name in made else make(self, policy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopTable, "__init__", look_up)
+        yield
+
+
 @pytest.fixture(params=list(FAMILIES))
 def policy(request, policies):
     return policies[request.param]
@@ -294,21 +308,14 @@ def test_a_sampled_pad_id_is_learned_and_padding_is_not(policy, tmp_path):
 # --------------------------------------------------------------------------------------- anything a policy writes
 
 
-@pytest.fixture(scope="module")
-def stop_tables(policies):
-    """Made once: a table over 151,665 ids takes a tenth of a second."""
-    return {family: StopTable(p) for family, p in policies.items()}
-
-
 MERGED = st.sampled_from([*TAILS, "}</", "<th", "</s>", '"></', "><?"])
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=hostile.cases(), tails=st.lists(MERGED, min_size=1, max_size=3))
-def test_any_output_keeps_its_ids_and_masks(policies, stop_tables, monkeypatch, family, case, tails):
+def test_any_output_keeps_its_ids_and_masks(policies, monkeypatch, family, case, tails):
     monkeypatch.setattr(hostile, "policy_of", lambda kind: policies[kind])
-    monkeypatch.setattr(StopTable, "__init__", lambda self, policy: vars(self).update(vars(stop_tables[policy.name])))
     case["turns"] = [[["<think>", *tails, "</think><search> x</search", tails[0]], *row] for row in case["turns"]]
     world = hostile.sample(family, **case)
     for check in hostile.PROPERTIES:

@@ -1,13 +1,15 @@
 """Small world for the trainer's tests: a tiny policy with a trained-looking adapter, and canned rollouts.
 
-Run as a script it trains a few RL steps and writes what it did, so that tests can compare processes.
+Run as a script it trains a few RL steps, in one process and in two, and writes what each did.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +124,30 @@ def coin_reward(rollout: Rollout, question: Any, protocol: Any) -> float:
     return float(sum(rollout.completion_ids) % 2)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, rank: int, n_processes: int, port: int) -> None:
     """Train on real samples, twice, and save adapters, advantages, rollouts and metrics."""
+    if n_processes > 1:  # what torchrun sets
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n_processes, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    torch.set_num_threads(1)
     out = {name: train_and_keep(folder / name, **case) for name, case in CASES.items()}
-    torch.save(out, folder / f"rank{os.environ.get('RANK', '0')}.pt")
+    torch.save(out, folder / f"rank{rank}.pt")
+
+
+def in_processes(folder: Path, n_processes: int, port: int) -> None:
+    """Train in processes of their own, forked so that the libraries are read once."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=main, args=(folder, rank, n_processes, port)) for rank in range(n_processes)]
+    for rank in ranks:
+        rank.start()
+    running = {rank.sentinel: rank for rank in ranks}
+    while running and not any(rank.exitcode for rank in ranks):  # a rank whose partner is gone would wait for it
+        for ended in wait(list(running)):
+            running.pop(ended).join()
+    for rank in running.values():
+        rank.kill()
+    if any(rank.exitcode for rank in ranks):
+        sys.exit(f"{n_processes} processes ended with {[rank.exitcode for rank in ranks]}")
 
 
 #: With two processes: `split` has one group, its on-policy half on rank 0 and its hybrid half on rank 1; `idle` has two
@@ -161,5 +183,5 @@ def train_and_keep(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))
+    for name, n in (("one", 1), ("two", 2)):
+        in_processes(Path(sys.argv[1]) / name, n, int(sys.argv[2]))
