@@ -294,6 +294,7 @@ def _run_all(profile: Profile, notebooks: list[Path], out: Path, jobs: int, sinc
             rows += [(p.stem, "not started", 0.0) for p in notebooks[len(rows) :]]
             break
     print(_final_table(rows))
+    print(f"\nexecuted copies: {_shown(out / 'notebooks')}; ./run_all.sh lab opens them, html makes pages of them")
     return int(any(status == "failed" for _, status, _ in rows))
 
 

@@ -211,12 +211,12 @@ def time_line(profile: Profile, jobs: int | None = None) -> str:
     """One sentence on what is missing and how long it will take."""
     table = plan_table(profile, jobs)
     total, missing, minutes = table["runs"].sum(), table["missing"].sum(), table["minutes"].sum(skipna=False)
-    line = f"{total} training runs, {total - missing} there, {missing} missing"
+    line = f"{total} training runs in all notebooks, {total - missing} there, {missing} missing"
     if not missing:
         return line
     if pd.isna(minutes):
         return f"{line}; no run of this student was timed yet"
-    long = f"{minutes / 60:.1f} hours" if minutes > 100 else f"{max(minutes, 1):.0f} minutes"
+    long = f"{minutes / 60:.1f} hours" if minutes > 100 else f"{minutes:.0f} minutes" if minutes >= 1.5 else "a minute"
     return f"{line}: about {long} with {jobs or profile.jobs} at once, by the times of earlier runs"
 
 

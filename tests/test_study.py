@@ -123,7 +123,9 @@ def test_the_plan_counts_a_shared_run_once_and_what_is_there(toy, monkeypatch):
     table = study.plan_table(profile, jobs=2).set_index("experiment")
     assert table.loc["training", ["runs", "there", "missing"]].tolist() == [3, 3, 0]
     total = table["runs"].sum()
-    assert study.time_line(profile, 2).startswith(f"{total} training runs, 3 there, {total - 3} missing: about ")
+    assert study.time_line(profile, 2).startswith(
+        f"{total} training runs in all notebooks, 3 there, {total - 3} missing: about "
+    )
 
 
 def earlier_runs(toy):
@@ -246,4 +248,4 @@ def test_the_command_line_shows_the_plan(toy, capsys):
     toy("now")
     assert study.main(["plan", "--profile", "smoke"]) == 0
     out = capsys.readouterr().out
-    assert "training" in out and "training runs, 0 there" in out
+    assert "training" in out and "training runs in all notebooks, 0 there" in out
