@@ -123,9 +123,8 @@ def test_the_plan_counts_a_shared_run_once_and_what_is_there(toy, monkeypatch):
     table = study.plan_table(profile, jobs=2).set_index("experiment")
     assert table.loc["training", ["runs", "there", "missing"]].tolist() == [3, 3, 0]
     total = table["runs"].sum()
-    assert study.time_line(profile, 2).startswith(
-        f"{total} training runs in all notebooks, 3 there, {total - 3} missing: about "
-    )
+    said = f"{total} training runs in all notebooks, 3 there, {total - 3} missing: about "
+    assert study.time_line(profile, 2).startswith(said)
 
 
 def earlier_runs(toy):
