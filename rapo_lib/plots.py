@@ -229,6 +229,8 @@ def plot_learning_curves(
         _line(ax, wide.index.to_numpy(float), wide.to_numpy(float), str(variant))
     _name_axis(ax, "x", x)
     _name_axis(ax, "y", metric)
+    if not ax.dataLim.height and "(%)" in ax.get_ylabel():  # one value all along: else the axis would go below 0 %
+        ax.set_ylim(-0.02, 1.02)
     ax.legend()
     return ax
 

@@ -116,6 +116,13 @@ def draw_all(sample) -> list:
     ]
 
 
+def test_a_curve_that_never_moves_stands_on_an_axis_from_0_to_100_percent():
+    flat = pd.DataFrame({"variant": "grpo", "seed": 0, "rl_step": [0, 1], "pass@1": [0.0, 0.0], "entropy": [0.5, 0.5]})
+    assert plots.plot_learning_curves(flat).get_ylim() == (-0.02, 1.02)
+    assert plots.plot_learning_curves(flat.assign(**{"pass@1": [0.0, 0.3]})).get_ylim()[1] < 0.4
+    assert plots.plot_learning_curves(flat, "entropy").get_ylim() != (-0.02, 1.02)
+
+
 def test_progress_draws_each_run_as_far_as_it_is():
     axes = plots.plot_progress(progress(), 8)
     drawn = [[list(line.get_xdata()) for line in ax.lines] for ax in axes]
