@@ -428,7 +428,7 @@ def test_the_environment_s_secrets_do_not_reach_the_worker_at_all(probe):
 
 @pytest.mark.skipif(not LINUX, reason="reads /proc")
 def test_the_interpreter_runs_behind_the_barrier(arena):
-    box = arena.boxes[3.0]
+    box = arena.boxes[10.0]
     assert text(box, "1 + 1 # alive") == "2"
     (interpreter,) = psutil.Process(box._worker.pid).children()
     folder = Path(f"/proc/{interpreter.pid}")
@@ -457,9 +457,9 @@ def test_the_interpreter_of_root_has_no_capabilities(box):
 
 
 def test_the_barrier_names_its_parts(arena, monkeypatch):
-    named = arena.boxes[3.0].barrier()
+    named = arena.boxes[10.0].barrier()
     assert named[:3] == list(sandbox.MANDATORY) and len(named) == len(set(named))
-    monkeypatch.setattr(sandbox, "shared_sandbox", lambda: arena.boxes[3.0])
+    monkeypatch.setattr(sandbox, "shared_sandbox", lambda: arena.boxes[10.0])
     assert sandbox.barrier() == named
     if LINUX:
         assert {"memory limited", "no file written", "environment empty", "no new process"} <= set(named)
