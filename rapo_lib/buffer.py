@@ -31,7 +31,7 @@ import faiss
 import numpy as np
 import pandas as pd
 
-from rapo_lib.embeddings import encode_kept
+from rapo_lib.embeddings import encode_texts
 from rapo_lib.tasks import MENDED, check_name, mend_escapes
 from rapo_lib.traces import (
     ACTIONS,
@@ -593,8 +593,7 @@ class StepTraceBuffer:
         encoder = TfidfEncoder() if encoder is None else encoder
         keys = _keys(traces)
         encoder.fit(keys)
-        kept = cache is not None and encoder.costly
-        rows = np.ascontiguousarray(encode_kept(encoder, keys, cache) if kept else encoder.encode(keys), np.float32)
+        rows = np.ascontiguousarray(encode_texts(encoder, keys, cache), np.float32)
         _check_rows(rows, keys, encoder)
         cut = sum(map(encoder.is_cut, keys)) / max(len(keys), 1)
         return cls(traces, encoder, make_index(index, rows), cut)

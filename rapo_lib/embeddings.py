@@ -24,6 +24,13 @@ EMBEDDINGS = RESULTS / "embeddings"
 PART = 512
 
 
+def encode_texts(encoder: Any, texts: Sequence[str], folder: Path | str | None) -> np.ndarray:
+    """Unit rows (N, D) of texts: those of a costly encoder are kept in the folder, unless it is None."""
+    if folder is not None and encoder.costly:
+        return encode_kept(encoder, texts, folder)
+    return encoder.encode(texts)
+
+
 def encode_kept(
     encoder: Any,
     texts: Sequence[str],

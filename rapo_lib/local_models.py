@@ -157,9 +157,8 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 def _last_pair(ranks: Mapping[bytes, int], token: bytes, limit: int) -> tuple[bytes, bytes]:
     parts = [token[i : i + 1] for i in range(len(token))]
-    pairs = [
-        ranks.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)
-    ]  # the rank of each neighbouring pair
+    # The rank of each neighbouring pair.
+    pairs = [ranks.get(a + b, limit) for a, b in zip(parts, parts[1:], strict=False)]
     while len(parts) > 2:
         rank = min(pairs)
         if rank >= limit:

@@ -126,8 +126,10 @@ def with_outputs(source: Sequence[Any], executed: Sequence[Any]) -> list[Any]:
     known = {c.id: c for c in executed if c.cell_type != "code"}
     cells: list[Any] = []
     for cell in source:
-        prose = known.get(cell.id, cell) | {"source": cell.source}  # papermill's metadata stay
-        cells.append(next(code) if cell.cell_type == "code" else nbformat.from_dict(prose))
+        if cell.cell_type == "code":
+            cells.append(next(code))
+        else:  # papermill's metadata stay
+            cells.append(nbformat.from_dict(known.get(cell.id, cell) | {"source": cell.source}))
         if "parameters" in cell.metadata.get("tags", ()):
             cells += [next(code) for c in executed if "injected-parameters" in c.metadata.get("tags", ())]
     return cells

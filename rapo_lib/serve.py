@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Any
 
 from rapo_lib.buffer import ENCODERS, Encoder, StepTraceBuffer, make_encoder, make_index
-from rapo_lib.embeddings import EMBEDDINGS, encode_kept
+from rapo_lib.embeddings import EMBEDDINGS, encode_texts
 from rapo_lib.facts import load_facts_documents
 from rapo_lib.pocket.files import POCKET, checked
 from rapo_lib.tasks import check_name
@@ -62,8 +62,7 @@ def nearest_search(documents: Sequence[Mapping[str, str]], encoder: Encoder, cac
     """
     contents = [f"{d['title']}\n{d['text']}" for d in documents]
     encoder.fit(contents)
-    kept = cache is not None and encoder.costly
-    index = make_index("exact", encode_kept(encoder, contents, cache) if kept else encoder.encode(contents))
+    index = make_index("exact", encode_texts(encoder, contents, cache))
     lock = Lock()  # encoders keep a cache and are no more than one thread's
 
     def search(queries: Sequence[str], topk: int) -> list[Hits]:
