@@ -89,9 +89,8 @@ class Arena:
         found = {p.pid for p in psutil.Process().children(recursive=True)}
         for box in self.boxes.values():
             relay = psutil.Process(box._worker.pid)
-            interpreters = [p for p in relay.children() if p.name().startswith("monty") and _alive(p.pid)]
-            assert len(interpreters) <= 1
-            found -= {relay.pid, *(p.pid for p in interpreters)}
+            _until(lambda relay=relay: len(_interpreters(relay)) <= 1)  # one killed a moment ago may still be dying
+            found -= {relay.pid, *_interpreters(relay)}
         return {pid for pid in found if _alive(pid)}
 
 
@@ -272,16 +271,24 @@ print(*[p.pid for p in psutil.Process().children(recursive=True)], flush=True)
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60, capture_output=True, encoding="utf-8")
     pids = [int(p) for p in done.stdout.split()]
     assert len(pids) >= 2
-    for _ in range(100):
-        if not any(map(_alive, pids)):
-            return
+    _until(lambda: not any(map(_alive, pids)))
+
+
+def _until(holds, sec=30):
+    deadline = time.monotonic() + sec
+    while not holds():
+        assert time.monotonic() < deadline, f"still not so after {sec} s"
         time.sleep(0.05)
-    raise AssertionError(f"still there: {[p for p in pids if _alive(p)]}")
 
 
-def _alive(pid):
+def _interpreters(relay):
+    return [p.pid for p in relay.children() if _alive(p.pid, "monty")]
+
+
+def _alive(pid, name=""):
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.name().startswith(name)
     except psutil.NoSuchProcess:
         return False
 
