@@ -3,15 +3,19 @@
 Notebook 05 uses it. Runs go on in their worker processes (`rapo_lib.runs`); this module looks at what they have written
 every two seconds and draws it in one figure. Stopping ends the workers: what is done is done, every other run goes on
 from its last RL step when the same cell runs again. In a batch it is `run_many`, with a line a run.
+
+The cell awaits the runs, and looks at them in a thread: ipykernel hears a widget's button only from a cell that awaits.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +42,20 @@ class TrainingStopped(Exception):
 
 
 class TrainingView(w.VBox):
-    """The button, a line that says how far the runs are, and below it one figure that is drawn anew.
-
-    The button is heard while the cell is busy, since JupyterLab sends what happens to widgets past the cells. Where a
-    program does not, the kernel's own stop does the same.
-    """
+    """The button, a line that says how far the runs are, and below it one figure that is drawn anew."""
 
     def __init__(self) -> None:
         self.stop = w.Button(description="stop training", icon="stop", button_style="warning")
         self.says = w.HTML("the runs are being started")
         super().__init__([w.HBox([self.stop, self.says])])
-        self.stopped = threading.Event()  # the button is pressed in another thread
-        self.stop.on_click(lambda _: self._press())
+        self.stopped = threading.Event()  # pressed in one thread, looked at in another
+        self.stop.on_click(lambda _: self.press())
         self.figure: Any = None
         self._done: dict[Path, pd.DataFrame] = {}
         self._drawn = 0
 
-    def _press(self) -> None:
+    def press(self) -> None:
+        """The next look stops the runs."""
         self.stopped.set()
         self.stop.disabled = True
 
@@ -109,7 +110,7 @@ def _line(n: int, going_on: Sequence[tuple[Run, int]]) -> str:
     return f"{n - len(going_on)} of {n} runs are done{steps}"
 
 
-def run_watched(
+async def run_watched(
     configs: Sequence[RunConfig] | Mapping[str, Sequence[RunConfig]],
     *,
     profile: str,
@@ -118,6 +119,8 @@ def run_watched(
     executor: str = EXECUTOR,
 ) -> list[Run]:
     """`run_many` with curves and a stop button while runs go on; in a batch with a line a run.
+
+    The kernel's own stop does what the button does.
 
     Args:
         configs, profile, experiment, jobs, executor: as of `run_many`.
@@ -129,13 +132,19 @@ def run_watched(
     how = {"profile": profile, "experiment": experiment, "jobs": jobs, "executor": executor}
     if os.environ.get(BATCH):
         return run_many(configs, **how)
-    return run_many(configs, **how, work=_work_watched)
+    view = TrainingView()
+    runs = asyncio.ensure_future(asyncio.to_thread(run_many, configs, **how, work=partial(_work_watched, view)))
+    try:
+        while not runs.done():
+            await asyncio.wait([runs], timeout=0.5)  # ipykernel's interrupt does not wake a loop that sleeps
+    except asyncio.CancelledError:
+        view.press()
+    return await runs
 
 
-def _work_watched(runs: list[Run], jobs: int, executor: str, say: Any) -> None:
+def _work_watched(view: TrainingView, runs: list[Run], jobs: int, executor: str, say: Any) -> None:
     if not runs:  # all are there already
         return
-    view = TrainingView()
     show_widget(view, "<i>Training is watched here while a kernel runs; the curves below are the last ones.</i>")
     try:
         work_here(runs, jobs, executor, say, watch=view.look)

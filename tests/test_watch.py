@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import textwrap
 import threading
 
 import pandas as pd
 import pytest
+from jupyter_client.manager import start_new_kernel
 
 from rapo_lib import runs, watch
 from rapo_lib.config import RunConfig
@@ -58,6 +60,10 @@ def toy(tmp_path, monkeypatch):
     return toy
 
 
+def run_watched(*a, **k):
+    return asyncio.run(watch.run_watched(*a, **k))
+
+
 def configs(n: int) -> dict[str, list[RunConfig]]:
     return {"rapo": [RunConfig(seed=s, rl_steps=4) for s in range(n)]}
 
@@ -73,7 +79,7 @@ def test_stop_leaves_runs_that_the_same_call_goes_on_with(toy, monkeypatch):
 
     monkeypatch.setattr(watch, "display", press)
     with pytest.raises(watch.TrainingStopped, match="Stopped: 0 of 1 runs are done. Run this cell again") as stopped:
-        watch.run_watched(configs(1), **toy.how)
+        run_watched(configs(1), **toy.how)
     assert stopped.value._render_traceback_() == [str(stopped.value)]
     (planned,) = plan_runs(configs(1), runs.runs_folder("smoke") / "x")
     assert not planned.folder.exists() and len(planned.metrics_so_far()) == 2
@@ -82,25 +88,72 @@ def test_stop_leaves_runs_that_the_same_call_goes_on_with(toy, monkeypatch):
     )
 
     toy.go.touch()
-    (done,) = watch.run_watched(configs(1), **toy.how)
+    (done,) = run_watched(configs(1), **toy.how)
     assert done.done["resumed"] == 2 and list(done.table("metrics")["rl_step"]) == [1, 2, 3, 4]
     assert toy.views[1].says.value == "1 of 1 runs are done" and toy.views[1].stop.disabled
     assert toy.shown[-1]["text/plain"].endswith("of 4 RL steps") and toy.shown[-1]["image/png"].startswith("iVBOR")
 
 
+def test_the_kernel_s_own_stop_does_what_the_button_does(toy):
+    async def cell():
+        runs = asyncio.ensure_future(watch.run_watched(configs(1), **toy.how))
+        while not any("of 2 RL steps" in data["text/plain"] for data in toy.shown):
+            await asyncio.sleep(0.02)
+        runs.cancel()  # as ipykernel does at SIGINT
+        await runs
+
+    with pytest.raises(watch.TrainingStopped, match="Stopped: 0 of 1 runs are done"):
+        asyncio.run(cell())
+
+
+# What a browser sends when the button is pressed, and to whom: to the main shell, while its cell goes on.
+CELL = """
+from rapo_lib import runs, watch
+from rapo_lib.config import RunConfig
+runs.inputs_hash = lambda config: "fixed"
+runs.LOOK_SEC = 0.05
+planned = {"rapo": [RunConfig(seed=0, rl_steps=4)]}
+await watch.run_watched(planned, profile="smoke", experiment="x", executor="toy_watch:run")
+"""
+
+
+@pytest.mark.parametrize("how", ["button", "interrupt"])
+def test_a_kernel_hears_stop_while_the_cell_goes_on(toy, how):
+    manager, client = start_new_kernel(kernel_name="python3")
+    try:
+        client.execute(CELL)
+        buttons, pressed, error = [], False, None
+        while error is None:
+            message = client.get_iopub_msg(timeout=60)
+            content = message["content"]
+            if message["msg_type"] == "comm_open" and content["data"]["state"].get("description") == "stop training":
+                buttons.append(content["comm_id"])
+            if not pressed and "of 2 RL steps" in content.get("data", {}).get("text/plain", ""):
+                data = {"method": "custom", "content": {"event": "click"}}
+                click = client.session.msg("comm_msg", {"comm_id": buttons[0], "data": data})
+                client.shell_channel.send(click) if how == "button" else manager.interrupt_kernel()
+                pressed = True
+            if message["msg_type"] == "error":
+                error = content
+        assert pressed and error["ename"] == "TrainingStopped", error["traceback"]
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
 def test_one_figure_is_replaced_only_when_there_is_something_new(toy):
     toy.go.touch()
-    done = watch.run_watched(configs(2), **toy.how)
+    done = run_watched(configs(2), **toy.how)
     counts = [int(data["text/plain"].split(" of ")[1].split()[0]) for data in toy.shown]
     assert counts == sorted(set(counts)) and counts[-1] == 8  # each picture shows more than the one before
     assert [r.label for r in done] == ["rapo seed 0", "rapo seed 1"] and len(toy.views) == 1
-    watch.run_watched(configs(2), **toy.how)
+    run_watched(configs(2), **toy.how)
     assert len(toy.views) == 1, "there was nothing to do, so nothing to look at"
 
 
 def test_stop_after_the_last_run_stops_nothing(toy):
     toy.go.touch()
-    (done,) = watch.run_watched(configs(1), **toy.how)
+    (done,) = run_watched(configs(1), **toy.how)
     view = watch.TrainingView()
     view.stop.click()
     view.look([done])
@@ -130,7 +183,7 @@ def test_what_other_code_had_begun_is_not_shown(toy):
 def test_in_a_batch_there_is_a_line_a_run_and_no_widget(toy, monkeypatch, capsys):
     toy.go.touch()
     monkeypatch.setenv(BATCH, "1")
-    watch.run_watched(configs(2), **toy.how, jobs=1)
+    run_watched(configs(2), **toy.how, jobs=1)
     said = capsys.readouterr().out.splitlines()
     assert [line.split("] ")[1].split(":")[0] for line in said] == ["rapo seed 0", "rapo seed 1"]
     assert toy.views == toy.shown == []
