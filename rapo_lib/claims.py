@@ -136,7 +136,7 @@ def judge(claim: Claim, results: pd.DataFrame, costs: pd.DataFrame) -> dict[str,
             "verdict": "not run",
             "why": f"made by notebook {_made_by(claim.x, claim.y)}",
         }
-    return row | (_compare(x, y) if accuracy else _ratio(x / y))
+    return row | (_compare(x, y) if accuracy else _ratio(x, y))
 
 
 def _compare(x: np.ndarray, y: np.ndarray) -> dict[str, object]:
@@ -146,8 +146,12 @@ def _compare(x: np.ndarray, y: np.ndarray) -> dict[str, object]:
     return {"ours": ours, "n": len(x), "verdict": v.verdict, "why": v.reason}
 
 
-def _ratio(ratio: np.ndarray) -> dict[str, object]:
+def _ratio(x: np.ndarray, y: np.ndarray) -> dict[str, object]:
     """A cost: "x needs less" is the claim that 1 is more than x / y."""
+    if not y.all():  # a student that calls no tool, say
+        why = "no ratio to a cost of 0"
+        return {"ours": f"{x.mean():.3g} against {y.mean():.3g}", "n": len(x), "verdict": "no verdict", "why": why}
+    ratio = x / y
     v = paired_verdict(np.ones(len(ratio)), ratio)
     spread = "" if len(ratio) < MIN_SEEDS else f" [{t_interval(ratio).low:.2f}, {t_interval(ratio).high:.2f}]"
     why = COST_REASONS.get(v.verdict, v.reason)

@@ -56,6 +56,14 @@ def test_a_cost_is_a_ratio_and_less_is_better():
     assert less["verdict"] == "reproduced"
 
 
+def test_a_cost_of_nothing_gives_no_ratio():
+    claim = next(c for c in CLAIMS if c.column == "tool_calls")
+    costs = pd.DataFrame([{"variant": v, "seed": 0, "tool_calls": n} for v, n in ((claim.x, 1.5), (claim.y, 0.0))])
+    row = judge(claim, table(), costs)
+    assert (row["ours"], row["n"], row["verdict"]) == ("1.5 against 0", 1, "no verdict")
+    assert row["why"] == "no ratio to a cost of 0"
+
+
 def test_arms_are_paired_by_seed():
     results = table(a=[0.1, 0.2, 0.3], b=[0.0, 0.5]).sample(frac=1, random_state=1)
     x, y = scores(results, "a", "b", "pass@1")
