@@ -67,7 +67,9 @@ def collect(profile: str, source: Path | None = None, target: Path = REFERENCE) 
 def add(profile: str, only: Sequence[str], source: Path | None = None, target: Path = REFERENCE) -> dict[str, Any]:
     """Copy some notebooks that were executed later, their figures, and the runs that are not there yet.
 
-    The rest stays as it was; the manifest names the commit of each added notebook.
+    The rest stays as it was; the manifest names the commit of each added notebook. Its `code_since` names the copies
+    in which lines that decide no output were replaced after they were executed, and says which lines; the stamp of such
+    a copy keeps the hash of the cells that were executed.
 
     Args:
         profile: which one. only: beginnings of the notebooks' names. source: its results folder. target: where
@@ -92,6 +94,7 @@ def add(profile: str, only: Sequence[str], source: Path | None = None, target: P
     manifest["notebooks"] |= notebooks
     manifest["seconds"] |= {name: stamp["seconds"] for name, stamp in stamps.items()}
     manifest["added"] = manifest.get("added", {}) | dict.fromkeys(notebooks, _commit())
+    manifest["code_since"] = {n: what for n, what in manifest.get("code_since", {}).items() if n not in notebooks}
     manifest["runs"] += len(runs)
     return write_manifest(target, manifest)
 

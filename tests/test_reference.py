@@ -46,6 +46,8 @@ def test_executed_copies_were_made_from_the_notebooks_as_they_stand(manifest):
             c.source for c in nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4).cells if c.cell_type != "code"
         ]
         assert [c.source for c in copy.cells if c.cell_type != "code"] == prose, "python -m rapo_lib.reference --prose"
+        as_executed = copy.metadata["rapo"]["cells"] == sources[name]
+        assert as_executed == (name not in manifest.get("code_since", {}))
 
 
 def test_every_file_has_the_sum_that_the_manifest_says():
@@ -187,6 +189,7 @@ def test_a_notebook_that_was_executed_later_is_added_and_the_rest_stays(tmp_path
     source, target = tmp_path / "study", tmp_path / "reference"
     name = "00_start_here"
     shutil.copytree(REFERENCE, target)
+    write_manifest(target, read_manifest(target) | {"code_since": {name: "a line", "01_x": "another"}})
     (target / "notebooks" / f"{name}.ipynb").write_text("older", encoding="utf-8")
     (source / "notebooks").mkdir(parents=True)
     shutil.copy(REFERENCE / "notebooks" / f"{name}.ipynb", source / "notebooks")
@@ -198,6 +201,7 @@ def test_a_notebook_that_was_executed_later_is_added_and_the_rest_stays(tmp_path
     before = read_manifest(target)
     manifest = add("study", ["00"], source, target)
     assert manifest["runs"] == before["runs"] + 1 and manifest["added"].keys() >= {name}
+    assert manifest["code_since"] == {"01_x": "another"}
     assert manifest["notebooks"] == before["notebooks"] and manifest["commit"] == before["commit"]
     new = {p for p in manifest["files"] if p not in before["files"]}
     assert "figures/00_new.png" in new and {Path(p).parent.name for p in new} == {"figures", "seed7-0123abcd"}
