@@ -286,7 +286,7 @@ def _run_all(profile: Profile, notebooks: list[Path], out: Path, jobs: int, sinc
         print("there are no notebooks to run", file=sys.stderr)
         return 1
     print(f"profile {profile.name}: {profile.about}; results go to {_shown(out)}")
-    print(time_line(profile, jobs), flush=True)
+    print(time_line(profile, jobs, [p.stem for p in notebooks]), flush=True)
     library, rows = library_hash(), []
     for path in notebooks:
         rows.append(_run_one(path, out / "notebooks", profile, library, jobs, since))

@@ -132,8 +132,13 @@ def _memory_rows(config: RunConfig, processes: int) -> list[tuple[str, str, str]
     return [(what, f"{n / 1e9:,.1f} GB", f"{how}; a process of {processes}, computed") for what, n, how in rows]
 
 
-def print_plans(profile: Profile, jobs: int | None = None, tokens_per_sec: float | None = None) -> int:
-    """What a profile would do; nothing is done. Returns 0."""
+def print_plans(
+    profile: Profile,
+    jobs: int | None = None,
+    tokens_per_sec: float | None = None,
+    notebooks: Sequence[str] = (),
+) -> int:
+    """What a profile would do, in all notebooks or in some; nothing is done. Returns 0."""
     rate = tokens_per_sec or TOKENS_PER_SEC
     print(f"profile {profile.name}: {profile.about}")
     if profile.sources:
@@ -144,16 +149,20 @@ def print_plans(profile: Profile, jobs: int | None = None, tokens_per_sec: float
     if profile.config("rapo").questions != "pocket":
         print("\nThe notebooks are about the pocket world; do runs of this profile with python -m rapo_lib.launch.")
         return 0
+    table = study.plan_table(profile, jobs, notebooks)
+    if table.empty:
+        print(f"\n{study.time_line(profile, jobs, notebooks)}")
+        return 0
     print("\nthe notebooks' runs:")
-    print(study.plan_table(profile, jobs).to_string(index=False, float_format="%.0f"))
-    plans = study.everything(profile).values()
+    print(table.to_string(index=False, float_format="%.0f"))
+    plans = study.everything(profile, notebooks).values()
     configs = list(dict.fromkeys(c for plan in plans for group in plan.values() for c in group))
     trained, judged = (sum(n) for n in zip(*map(_rollouts_of, configs), strict=True))
     tokens = sum(sum(_rollouts_of(c)) * c.max_completion for c in configs)
     steps, hours = sum(c.rl_steps for c in configs), tokens / rate / 3600
     print(f"all of them, computed: {len(configs)} runs, {steps:,} RL steps, {trained:,} rollouts, {judged:,} answers,")
     print(f"{tokens:,} completion tokens at most: {hours:,.1f} hours at {rate:,.0f} tokens a second")
-    print(study.time_line(profile, jobs))
+    print(study.time_line(profile, jobs, notebooks))
     return 0
 
 

@@ -730,20 +730,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return pages.export_bare(a.profile)
     if a.command in pages.KINDS:
         return pages.export(a.command, a.profile)
+    only = [x for x in a.only.split(",") if x]
     try:
-        profile = load_profile(a.profile)
+        profile, chosen = load_profile(a.profile), driver.select_notebooks(only)
     except ValueError as e:
         parser.error(str(e))
     if a.dry_run:
         from rapo_lib import launch
 
-        return launch.print_plans(profile, a.jobs, a.tokens_per_sec)
+        return launch.print_plans(profile, a.jobs, a.tokens_per_sec, [p.stem for p in chosen] if only else ())
     if profile.config("rapo").questions != "pocket":
         parser.error(
             f"the notebooks are about the pocket world, and profile {profile.name} is not; do its runs with "
             f"python -m rapo_lib.launch --profile {profile.name} --out FOLDER"
         )
-    return driver.run_notebooks(profile, only=[x for x in a.only.split(",") if x], jobs=a.jobs, fresh=a.fresh)
+    return driver.run_notebooks(profile, only=only, jobs=a.jobs, fresh=a.fresh)
 
 
 if __name__ == "__main__":

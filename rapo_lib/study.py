@@ -105,13 +105,21 @@ EXPERIMENTS: dict[str, tuple[Variant, ...]] = {
 }  # fmt: skip
 
 
-#: Notebook that runs an experiment.
-MADE_BY = dict.fromkeys(("training", "positive_control", "regimes"), "05") | dict.fromkeys(
-    ("noise", "noise_halfway"), "06"
-)
-MADE_BY |= dict.fromkeys(("weak_teacher", "teachers"), "07") | {"health": "08"}
-MADE_BY |= dict.fromkeys(("components", "inversions", "ours", "parameters", "guards", "tuning", "rates"), "10")
-MADE_BY |= dict.fromkeys(("imitation", "buffer_size", "wasteful"), "11")
+#: Experiments, or one variant of them, whose runs a notebook does where no earlier one did.
+NEEDED_BY: dict[str, tuple[str, ...]] = {
+    "05": ("training", "positive_control", "regimes"),
+    "06": ("noise", "noise_halfway"),
+    "07": ("weak_teacher", "teachers"),
+    "08": ("health",),
+    "09": ("training",),
+    "10": (
+        *("tuning", "training/grpo", "training/rapo", "rates", "components", "inversions", "ours", "parameters", "guards"),
+        "weak_teacher/rapo_spare",
+    ),
+    "11": ("training", "regimes", "imitation", "buffer_size", "wasteful"),
+}  # fmt: skip
+#: The first notebook that runs an experiment.
+MADE_BY = {name: notebook for notebook, names in reversed(NEEDED_BY.items()) for name in names if "/" not in name}
 
 
 def planned(profile: Profile, experiment: str) -> dict[str, list[RunConfig]]:
@@ -139,9 +147,20 @@ def planned(profile: Profile, experiment: str) -> dict[str, list[RunConfig]]:
     return configs
 
 
-def everything(profile: Profile) -> dict[str, dict[str, list[RunConfig]]]:
-    """All experiments of a profile."""
-    return {name: plan for name in EXPERIMENTS if (plan := planned(profile, name))}
+def everything(profile: Profile, notebooks: Sequence[str] = ()) -> dict[str, dict[str, list[RunConfig]]]:
+    """All experiments of a profile, or what some notebooks need of them.
+
+    Args:
+        profile: how much is run. notebooks: names that begin with a number, such as 05_training; empty for all.
+    """
+    needed = [name for n in notebooks for name in NEEDED_BY.get(n[:2], ())]
+    return {name: plan for name in (needed if notebooks else EXPERIMENTS) if (plan := _part(profile, name))}
+
+
+def _part(profile: Profile, name: str) -> dict[str, list[RunConfig]]:
+    """The runs of an experiment, or of `experiment/variant`."""
+    experiment, _, variant = name.partition("/")
+    return {v: configs for v, configs in planned(profile, experiment).items() if variant in ("", v)}
 
 
 # ------------------------------------------------------------------------------------------------ time
@@ -188,7 +207,7 @@ def estimate_seconds(config: RunConfig, measured: pd.DataFrame) -> float:
     return float("nan")
 
 
-def plan_table(profile: Profile, jobs: int | None = None) -> pd.DataFrame:
+def plan_table(profile: Profile, jobs: int | None = None, notebooks: Sequence[str] = ()) -> pd.DataFrame:
     """One row an experiment: runs planned, there, missing, and minutes that the missing ones will take.
 
     A run that several experiments share counts in the first one. Seconds come from the profile's finished runs and
@@ -197,7 +216,7 @@ def plan_table(profile: Profile, jobs: int | None = None) -> pd.DataFrame:
     measured = measured_seconds([runs_folder(profile.name), REFERENCE / "runs"], profile.config("grpo").student)
     seen: set[RunConfig] = set()
     rows = []
-    for name, plan in everything(profile).items():
+    for name, plan in everything(profile, notebooks).items():
         configs = [c for c in dict.fromkeys(c for cs in plan.values() for c in cs) if c not in seen]
         seen |= set(configs)
         there = {r.config for r in find_runs({"x": configs}, profile=profile.name)}
@@ -207,11 +226,14 @@ def plan_table(profile: Profile, jobs: int | None = None) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["experiment", "runs", "there", "missing", "minutes"])
 
 
-def time_line(profile: Profile, jobs: int | None = None) -> str:
-    """One sentence on what is missing and how long it will take."""
-    table = plan_table(profile, jobs)
+def time_line(profile: Profile, jobs: int | None = None, notebooks: Sequence[str] = ()) -> str:
+    """One sentence on what is missing and how long it will take, for all notebooks or for some of them."""
+    table = plan_table(profile, jobs, notebooks)
     total, missing, minutes = table["runs"].sum(), table["missing"].sum(), table["minutes"].sum(skipna=False)
-    line = f"{total} training runs in all notebooks, {total - missing} there, {missing} missing"
+    where = f"in {'these' if notebooks else 'all'} notebooks"
+    if not total:
+        return f"no training runs {where}"
+    line = f"{total} training runs {where}, {total - missing} there, {missing} missing"
     if not missing:
         return line
     if pd.isna(minutes):

@@ -153,13 +153,25 @@ def test_a_profile_s_runs_are_added_up(capsys, monkeypatch):
     one = RunConfig(
         rl_steps=2, questions_per_step=3, group_size=4, eval_every=1, n_eval=5, n_final=6, max_completion=10
     )
-    monkeypatch.setattr(launch.study, "everything", lambda p: {"x": {"a": [one, one.replace(seed=1)], "b": [one]}})
+    monkeypatch.setattr(launch.study, "everything", lambda *_: {"x": {"a": [one, one.replace(seed=1)], "b": [one]}})
     monkeypatch.setattr(launch.study, "plan_table", lambda *_: pd.DataFrame({"runs": [2]}))
     monkeypatch.setattr(launch.study, "time_line", lambda *_: "")
     print_plans(load_profile("pocket"), tokens_per_sec=0.5)
     out = capsys.readouterr().out
     assert "all of them, computed: 2 runs, 4 RL steps, 48 rollouts, 54 answers" in out  # 3 x 5 + 2 x 6 answers a run
     assert "1,020 completion tokens at most: 0.6 hours at 0 tokens a second" in out  # 2,040 seconds
+
+
+def test_a_dry_run_of_some_notebooks_counts_their_runs_alone(capsys, monkeypatch):
+    monkeypatch.setattr(launch.study, "find_runs", lambda plan, profile: [])
+    assert runs.main(["notebooks", "--profile", "smoke", "--dry-run", "--only", "05,08"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.split("the notebooks' runs:\n")[1].splitlines()[1:5]]
+    assert rows == [x.split() for x in ("training 3 0", "positive_control 2 0", "regimes 3 0", "health 1 0")]
+    assert runs.main(["notebooks", "--profile", "smoke", "--dry-run", "--only", "00"]) == 0
+    assert capsys.readouterr().out.endswith("\nno training runs in these notebooks\n")
+    with pytest.raises(SystemExit):
+        runs.main(["notebooks", "--dry-run", "--only", "42"])
+    assert "no notebook begins with '42'; there are: 00_start_here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", PROFILES)

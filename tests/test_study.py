@@ -2,13 +2,15 @@
 
 import doctest
 import json
+import re
 import textwrap
 
+import nbformat
 import pandas as pd
 import pytest
 
 from rapo_lib import runs, study
-from rapo_lib.config import RunConfig, load_profile
+from rapo_lib.config import ROOT, RunConfig, load_profile
 from rapo_lib.methods import METHODS
 from rapo_lib.runs import Run, find_runs, run_many
 from rapo_lib.traces import file_sha256
@@ -125,6 +127,30 @@ def test_the_plan_counts_a_shared_run_once_and_what_is_there(toy, monkeypatch):
     total = table["runs"].sum()
     said = f"{total} training runs in all notebooks, 3 there, {total - 3} missing: about "
     assert study.time_line(profile, 2).startswith(said)
+    assert study.time_line(profile, 2, ["05_training"]).startswith("8 training runs in these notebooks, 3 there, 5 ")
+
+
+def test_what_a_notebook_needs_is_what_its_code_plans():
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        code = "\n".join(c.source for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code")
+        calls = re.findall(r"(?:planned\(settings, |runs_of\(|experiment=)\"(\w+)\"((?:, \"\w+\")*)", code)
+        calls = [call for call in calls if call[0] in study.EXPERIMENTS]  # the exercises have names of their own
+        if path.stem.startswith("09"):  # looks for noisy runs, and does none
+            assert ("noise", "") in calls
+            calls.remove(("noise", ""))
+        parts = [(name, re.findall(r"\w+", variants)) for name, variants in calls]
+        named = {part for name, variants in parts for part in ([f"{name}/{v}" for v in variants] or [name])}
+        assert named == set(study.NEEDED_BY.get(path.stem[:2], ())), path.stem
+
+
+def test_runs_of_some_notebooks_are_a_part_of_all():
+    profile = load_profile("study")
+    every = study.everything(profile)
+    assert study.everything(profile, ["00_start_here"]) == {}
+    part = study.everything(profile, ["10_components"])
+    for name, variant in (("training", "grpo"), ("training", "rapo"), ("weak_teacher", "rapo_spare")):
+        assert part.pop(f"{name}/{variant}") == {variant: every[name][variant]}
+    assert part == {name: every[name] for name in part} and "regimes" not in part
 
 
 def earlier_runs(toy):
