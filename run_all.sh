@@ -18,14 +18,14 @@ usage: ./run_all.sh [--profile NAME] [--only LIST] [--jobs N] [--fresh] [--dry-r
   --only LIST      only these notebooks, by number: 05,06
   --jobs N         training runs at once, one thread each (default: the profile's)
   --fresh          do finished notebooks and their runs again
-  --dry-run        print what would be done (runs, steps, tokens, hours), and do nothing
+  --dry-run        print what would be done (runs, steps, tokens, hours), and run nothing
   test             run the tests
   browser          run notebooks in JupyterLab in headless Chromium and use their controls; leaves screenshots
   lab              open JupyterLab in notebooks/
   html, slides     write the executed notebooks of a profile (or of the reference) as pages or slides that need no network
   bare             write the notebooks without prose and answers, to work alone
   docs             write the API pages from the docstrings
-The environment is made on the first call: with conda, mamba or micromamba when there is one, else in .venv with pip.
+The environment is made on the first call, whatever it is (--dry-run, too): with conda, mamba or micromamba when there is one, else in .venv with pip.
 RAPO_ENV=venv or RAPO_ENV=conda chooses one of them.
 USAGE
 }
@@ -87,9 +87,9 @@ find_conda() {
 
 install_with_pip() { # $1: the environment's python
   # torch comes first and alone: pip then keeps a CPU build where one is offered.
-  say "  torch ..."
+  say "  1 of 2: torch (minutes; pip is silent meanwhile) ..."
   "$1" -m pip install --quiet "$(grep '^torch==' "$ROOT/requirements-lock.txt")"
-  say "  $(grep -c == "$ROOT/requirements-lock.txt") packages of requirements-lock.txt ..."
+  say "  2 of 2: $(grep -c == "$ROOT/requirements-lock.txt") packages of requirements-lock.txt (a minute or two) ..."
   "$1" -m pip install --quiet -r "$ROOT/requirements-lock.txt"
   "$1" -m pip install --quiet --no-deps -e "$ROOT"
 }
@@ -112,6 +112,13 @@ make_environment() { # $1: folder, $2: venv or conda
   printf "c = get_config()\nc.IPKernelApp.log_level = 'ERROR'\n" >"$1/etc/ipython/ipython_kernel_config.py"
   printf '%s\n' "$STAMP" >"$1/.rapo-stamp"
   rm -f "$marker"
+  say "The environment is complete after $SECONDS s."
+}
+
+explain_failure() { # $1: folder
+  [ -e "$1.installing" ] || return 0
+  say "run_all.sh: the environment is not complete; mend the cause above and call again"
+  say "  (no network, or a proxy that pip does not know, reads as \"No matching distribution\" there; docs/troubleshooting.md has more)"
 }
 
 create_conda() { # $1: folder
@@ -131,7 +138,7 @@ fi
 if [ "$kind" = conda ]; then ENV="$ROOT/.conda"; else ENV="$ROOT/.venv"; fi
 if [ -e "$ENV.installing" ] || [ "$(cat "$ENV/.rapo-stamp" 2>/dev/null)" != "$STAMP" ]; then
   # Not behind "||": bash would then go on after a failed command inside the function.
-  trap 'if [ -e "$ENV.installing" ]; then say "run_all.sh: the environment is not complete; mend the cause above and call again"; fi' EXIT
+  trap 'explain_failure "$ENV"' EXIT
   make_environment "$ENV" "$kind"
 fi
 PATH="$ENV/bin:$PATH"
