@@ -110,6 +110,9 @@ make_environment() { # $1: folder, $2: venv or conda
   fi
   mkdir -p "$1/etc/ipython" # ipykernel's note on unencrypted TCP is noise on one's own machine
   printf "c = get_config()\nc.IPKernelApp.log_level = 'ERROR'\n" >"$1/etc/ipython/ipython_kernel_config.py"
+  local lab="$1/share/jupyter/lab/settings" # its first start would ask, in a box over the notebook, whether to fetch news
+  mkdir -p "$lab"
+  printf '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}\n' >"$lab/overrides.json"
   printf '%s\n' "$STAMP" >"$1/.rapo-stamp"
   rm -f "$marker"
   say "The environment is complete after $SECONDS s."

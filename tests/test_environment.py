@@ -1,6 +1,7 @@
 """Dependency files agree, and the one command refuses what it does not know."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -201,6 +202,9 @@ def test_the_environment_is_made_once(clone):
     assert calls[-1] == "python -m rapo_lib.runs notebooks --profile smoke --only 05,06 --jobs 3 --fresh"
     done, calls = clone()
     assert calls == ["python -m rapo_lib.runs notebooks --profile pocket"] and not done.stderr
+    settings = clone.root / ".venv" / "share" / "jupyter" / "lab" / "settings" / "overrides.json"
+    (lab,) = json.loads(settings.read_text(encoding="utf-8")).values()
+    assert lab == {"fetchNews": "false", "checkForUpdates": False}
     (clone.root / "requirements-lock.txt").write_text("torch==2.14.0\n", encoding="utf-8")
     done, calls = clone("test", "-x")
     assert any("torch==2.14.0" in c for c in calls) and calls[-1] == "python -m pytest -n 2 --dist loadfile -x"

@@ -91,12 +91,8 @@ def jupyter(folder: Path) -> Iterator[str]:
     env |= {"RAPO_RESULTS": str(folder / "results"), "PYTHONPATH": str(ROOT), "JUPYTER_PREFER_ENV_PATH": "1"}
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}"]
     command += [f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={folder / 'notebooks'}"]
-    command += ["--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"]
+    command += ["--LabApp.expose_app_in_browser=True"]
     command += ["--allow-root"] if os.geteuid() == 0 else []
-    # The first start would ask, in a box over the notebook, whether to fetch news.
-    news = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-    news.parent.mkdir(parents=True)
-    news.write_text('{"fetchNews": "false", "checkForUpdates": false}', encoding="utf-8")
     address, log = f"http://127.0.0.1:{port}", folder / "server.log"
     with open(log, "w", encoding="utf-8") as out:
         server = subprocess.Popen(command, env=env, stdout=out, stderr=out)
