@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 from PIL import Image
 
 from rapo_lib.guard import KEYS, METRIC_OF, Alarm, find_alarms
@@ -67,8 +68,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "update": ("optimiser step", "of SFT"),
 }
 
+#: seaborn's palette for the colour-blind; its pale pink and yellow, hardly seen on a projector, are darker here.
 _COLOURS = sns.color_palette("colorblind", 10).as_hex()
+_COLOURS[6], _COLOURS[8] = "#8C2D62", "#333333"
 _LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+_MARKERS = ".s^xD"
 #: Colour and line style of each method, the same in every figure.
 STYLES: dict[str, tuple[str, Any]] = {
     "grpo": (_COLOURS[0], "--"),
@@ -167,6 +171,16 @@ def new_axes(panels: int = 1) -> Any:
     shape = {4: (2, 2), 6: (2, 3)}.get(panels, (1, panels))
     _, axes = plt.subplots(*shape, figsize=SIZES[panels], layout="constrained")
     return axes
+
+
+def log_axes(ax: Axes, axes: str = "xy") -> None:
+    """Logarithmic axes with plain numbers at 1 and 3 of each decade; matplotlib's run together on a short range."""
+    for axis in axes:
+        ax.set(**{f"{axis}scale": "log"})
+        drawn = getattr(ax, f"{axis}axis")
+        drawn.set_major_locator(LogLocator(subs=(1, 3)))
+        drawn.set_major_formatter("{x:g}")
+        drawn.set_minor_formatter(NullFormatter())
 
 
 def save_figure(figure: Figure, path: Path | str) -> None:
@@ -539,16 +553,18 @@ def plot_progress(metrics: pd.DataFrame, rl_steps: int) -> np.ndarray:
             there will be.
 
     Returns:
-        Three axes. A variant that never retrieves has no line in the last one.
+        Three axes. A variant that never retrieves has no line in the last one. Variants that look the same elsewhere,
+        a method in two regimes, have markers of their own here.
     """
     _need(metrics, ("variant", "seed", "rl_step", *PROGRESS))
     axes = new_axes(3)
-    lines = {}
+    lines, marks = {}, _markers(metrics["variant"].unique())
     for (variant, _), part in metrics.groupby(["variant", "seed"], sort=False):
         colour, dashes = style_of(str(variant))
         for ax, metric in zip(axes, PROGRESS, strict=True):
             shown = part.dropna(subset=metric)
-            (line,) = ax.plot(shown["rl_step"], shown[metric], color=colour, linestyle=dashes, marker=".", ms=4, lw=1.2)
+            style = {"color": colour, "linestyle": dashes, "marker": marks[variant], "ms": 4, "lw": 1.2}
+            (line,) = ax.plot(shown["rl_step"], shown[metric], **style)
             lines.setdefault(label_of(str(variant)), line)
     for ax, metric in zip(axes, PROGRESS, strict=True):
         _name_axis(ax, "x", "rl_step")
@@ -556,6 +572,16 @@ def plot_progress(metrics: pd.DataFrame, rl_steps: int) -> np.ndarray:
         ax.set(xlim=(0, rl_steps + 0.5), ylim=(0, 1.02) if metric != "entropy" else (0, None))
     axes[0].figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=6)
     return axes
+
+
+def _markers(variants: Iterable[str]) -> dict[str, str]:
+    """A marker a variant; those with the same colour and line style get different ones, in their order."""
+    marks, alike = {}, Counter[Any]()
+    for variant in variants:
+        style = style_of(variant)
+        marks[variant] = _MARKERS[alike[style] % len(_MARKERS)]
+        alike[style] += 1
+    return marks
 
 
 # ------------------------------------------------------------------------------------------ the idea

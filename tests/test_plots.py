@@ -134,6 +134,28 @@ def test_progress_draws_each_run_as_far_as_it_is():
         plots.plot_progress(pd.DataFrame(), 8)
 
 
+def test_progress_tells_a_method_in_two_regimes_apart_by_markers():
+    one = progress().query("variant == 'rapo'")
+    table = pd.concat([one.assign(variant=v) for v in ("grpo_halfway", "rapo_halfway", "rapo_easy")])
+    legend = plots.plot_progress(table, 8)[0].figure.legends[0]
+    marks = {t.get_text(): h.get_marker() for t, h in zip(legend.get_texts(), legend.legend_handles, strict=True)}
+    assert marks == {"GRPO, half-way": ".", "RAPO, half-way": ".", "RAPO, easy": "s"}
+
+
+@pytest.mark.parametrize(("low", "top"), [(0.02, 0.45), (0.03, 2.0), (0.002, 9.0), (0.11, 0.29), (5.0, 600.0)])
+def test_numbers_on_logarithmic_axes_are_plain_and_apart(low, top):
+    ax = plots.new_axes()
+    ax.set(xlim=(low, top), ylim=(low, top))
+    plots.log_axes(ax)
+    ax.figure.canvas.draw()
+    for axis in (ax.xaxis, ax.yaxis):
+        assert axis.get_scale() == "log" and not any(t.get_text() for t in axis.get_minorticklabels())
+        texts = [t for t in axis.get_majorticklabels() if low <= float(t.get_text()) <= top]
+        boxes = [t.get_window_extent() for t in texts]
+        assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+        assert len(texts) >= 2 or top < 3 * low
+
+
 @pytest.mark.case(42)
 def test_a_figure_drawn_twice_is_byte_equal(sample):
     first = [png(ax) for ax in draw_all(sample)]
@@ -165,6 +187,16 @@ def test_a_method_looks_the_same_everywhere_and_unlike_the_others():
     bar = plots.plot_eval_bars(curves(1)).patches[0]
     colour = plots.STYLES["grpo"][0]
     assert line.get_color() == colour and matplotlib.colors.to_hex(bar.get_facecolor()) == colour
+
+
+def test_every_colour_stands_out_on_a_white_wall():
+    def luminance(colour):  # WCAG 2
+        rgb = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in matplotlib.colors.to_rgb(colour))
+        return sum(w * v for w, v in zip((0.2126, 0.7152, 0.0722), rgb, strict=True))
+
+    assert luminance("white") == pytest.approx(1) and luminance("black") == 0
+    contrasts = {c: 1.05 / (luminance(c) + 0.05) for c, _ in plots.STYLES.values()}
+    assert min(contrasts.values()) > 2.2, contrasts
 
 
 def test_the_reward_is_an_argument():
