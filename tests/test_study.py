@@ -182,6 +182,21 @@ def test_runs_of_an_earlier_version_are_taken_over_after_one_of_each_kind_was_eq
     assert marks[0] is None and marks[1]["inputs_hash"] == "old"
 
 
+def test_without_a_check_runs_come_over_as_they_are_and_say_so(toy, monkeypatch):
+    source, configs = earlier_runs(toy)
+    toy("new")
+    run_many({"grpo": seeds("grpo", 1)}, profile="study", experiment="main", **toy.how)
+    monkeypatch.setenv("TOY_SHIFT", "0.25")  # nothing would be equal
+    counts = study.carry("study", source, check=False, **toy.how)
+    assert counts == {"there": 1, "same": 0, "again": 0, "carried": 6, "changed": 0}
+    assert toy.done() == ["grpo 0.0 0"]  # and no other
+    found = find_runs({"x": configs}, profile="study")
+    assert [r.config for r in found] == configs
+    marks = {(r.config.method, r.config.seed): r.done.get("carried") for r in found}
+    assert marks.pop(("grpo", 0)) is None and {m["checked"] for m in marks.values()} == {"not checked"}
+    assert study.carry("study", source, check=False, **toy.how) == counts | {"there": 7, "carried": 0}
+
+
 def test_a_kind_whose_results_changed_is_left_out(toy, monkeypatch):
     source, configs = earlier_runs(toy)
     toy("new")
