@@ -173,6 +173,15 @@ def new_axes(panels: int = 1) -> Any:
     return axes
 
 
+def one_legend(axes: Axes | Iterable[Axes], ncols: int = 5) -> None:
+    """One legend below all panels in place of one in each, which would lie on the curves; equal names stand once."""
+    panels = list(np.ravel(np.asarray(axes, dtype=object)))
+    lines = {text: line for ax in panels for line, text in zip(*ax.get_legend_handles_labels(), strict=True)}
+    for legend in (legend for ax in panels if (legend := ax.get_legend())):
+        legend.remove()
+    panels[0].figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=ncols)
+
+
 def log_axes(ax: Axes, axes: str = "xy") -> None:
     """Logarithmic axes with plain numbers at 1 and 3 of each decade; matplotlib's run together on a short range."""
     for axis in axes:

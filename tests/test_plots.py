@@ -134,6 +134,19 @@ def test_progress_draws_each_run_as_far_as_it_is():
         plots.plot_progress(pd.DataFrame(), 8)
 
 
+def test_one_legend_names_each_line_once_below_all_panels():
+    axes = plots.new_axes(4)
+    for ax, variant in zip(axes.flat, ("grpo", "rapo", "grpo", "rapo"), strict=True):
+        plots.plot_learning_curves(curves(5).query(f"variant == '{variant}'"), ax=ax)
+    plots.one_legend(axes)
+    (legend,) = axes.flat[0].figure.legends
+    assert [t.get_text() for t in legend.get_texts()] == ["GRPO (n = 5)", "RAPO (n = 5)"]
+    assert not any(ax.get_legend() for ax in axes.flat)
+    ax = plots.plot_learning_curves(curves(5))
+    plots.one_legend(ax)
+    assert ax.get_legend() is None and len(ax.figure.legends) == 1
+
+
 def test_progress_tells_a_method_in_two_regimes_apart_by_markers():
     one = progress().query("variant == 'rapo'")
     table = pd.concat([one.assign(variant=v) for v in ("grpo_halfway", "rapo_halfway", "rapo_easy")])
