@@ -68,7 +68,7 @@ def add(profile: str, only: Sequence[str], source: Path | None = None, target: P
     """Copy some notebooks that were executed later, their figures, and the runs that are not there yet.
 
     The rest stays as it was; the manifest names the commit of each added notebook. Its `code_since` names the copies
-    in which lines that decide no output were replaced after they were executed, and says which lines; the stamp of such
+    in which lines that decide no number were replaced after they were executed, and says which lines; the stamp of such
     a copy keeps the hash of the cells that were executed.
 
     Args:
