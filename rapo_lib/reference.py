@@ -68,8 +68,8 @@ def add(profile: str, only: Sequence[str], source: Path | None = None, target: P
     """Copy some notebooks that were executed later, their figures, and the runs that are not there yet.
 
     The rest stays as it was; the manifest names the commit of each added notebook. Its `code_since` names the copies
-    in which lines that decide no number were replaced after they were executed, and says which lines; the stamp of such
-    a copy keeps the hash of the cells that were executed.
+    of which a part was changed after they were executed, and says which: lines, figures drawn again from the same runs,
+    a cell executed alone; no number of a run differs, and the stamp keeps the hash of the cells that were executed.
 
     Args:
         profile: which one. only: beginnings of the notebooks' names. source: its results folder. target: where
