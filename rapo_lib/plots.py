@@ -185,14 +185,13 @@ def one_legend(axes: Axes | Iterable[Axes], ncols: int = 5) -> None:
     panels[0].figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=ncols)
 
 
-def log_axes(ax: Axes, axes: str = "xy") -> None:
+def log_axes(ax: Axes) -> None:
     """Logarithmic axes with plain numbers at 1 and 3 of each decade; matplotlib's run together on a short range."""
-    for axis in axes:
-        ax.set(**{f"{axis}scale": "log"})
-        drawn = getattr(ax, f"{axis}axis")
-        drawn.set_major_locator(LogLocator(subs=(1, 3)))
-        drawn.set_major_formatter("{x:g}")
-        drawn.set_minor_formatter(NullFormatter())
+    ax.set(xscale="log", yscale="log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 3)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def save_figure(figure: Figure, path: Path | str) -> None:

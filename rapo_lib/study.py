@@ -30,6 +30,8 @@ from rapo_lib.traces import file_sha256, write_text_atomic
 REFERENCE = RESULTS / "reference"
 #: Where `carry` does runs again, before they are moved beside the others of their variant.
 CHECKS = "checks"
+#: What done.json says of a run that was taken over without a check.
+NOT_CHECKED = "not checked"
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,7 @@ def carry(
     if not check:
         missing = [(e, r) for runs in due.values() for e, r in runs if r.config not in there]
         for experiment, run in missing:
-            _take_over(run, runs_folder(profile) / experiment / run.variant, checked="not checked")
+            _take_over(run, runs_folder(profile) / experiment / run.variant, checked=NOT_CHECKED)
         return counts | {"again": 0, "carried": len(missing), "changed": 0}
     first = {kind: runs[0][1] for kind, runs in due.items()}
     again = {"check": list(dict.fromkeys(r.config for r in first.values()))}
@@ -376,6 +378,8 @@ def _take_over(run: Run, folder: Path, checked: str) -> None:
     write_text_atomic(partial / "config.json", json.dumps(dataclasses.asdict(run.config), indent=1) + "\n")
     done["files"] = done.get("files", {}) | sums | {"config.json": file_sha256(partial / "config.json")}
     source = {"inputs_hash": done["inputs_hash"], "checked": checked} | done.get("carried", {})
+    if checked == NOT_CHECKED:  # an earlier check was of other code
+        source["checked"] = checked
     done |= {"config_hash": run.config.hash(), "inputs_hash": inputs_hash(run.config), "carried": source}
     write_text_atomic(partial / "done.json", json.dumps(done, indent=1) + "\n")
     shutil.rmtree(target, ignore_errors=True)

@@ -197,6 +197,18 @@ def test_without_a_check_runs_come_over_as_they_are_and_say_so(toy, monkeypatch)
     assert study.carry("study", source, check=False, **toy.how) == counts | {"there": 7, "carried": 0}
 
 
+def test_an_earlier_check_does_not_cover_a_later_version(toy):
+    source, configs = earlier_runs(toy)
+    toy("new")
+    study.carry("study", source, **toy.how)
+    checked = runs.runs_folder("study").parent
+    toy("third")
+    study.carry("study", checked, check=False, **toy.how)
+    marks = [r.done["carried"] for r in find_runs({"x": configs}, profile="study")]
+    assert {m["checked"] for m in marks} == {"not checked"}
+    assert {m["inputs_hash"] for m in marks} == {"old", "new"}  # the code that really made them
+
+
 def test_a_kind_whose_results_changed_is_left_out(toy, monkeypatch):
     source, configs = earlier_runs(toy)
     toy("new")
