@@ -63,7 +63,7 @@ class Header(NamedTuple):
     @property
     def label(self) -> str:
         kind = f"hybrid, {self.retrievals} retrieved" if self.hybrid else "on-policy"
-        step = f"step {self.rl_step}, " if self.rl_step else ""
+        step = f"RL step {self.rl_step}, " if self.rl_step else ""
         outcome = f"{_verdict(self.reward)}, {kind}, ended by {self.end_reason}"
         return f"{step}{visible(self.question_id)}, place {self.place}: {outcome}"
 
